@@ -190,7 +190,7 @@ bench: build  ## product, peers and the ceiling, interleaved in one run
 bench-step: build  ## the whole step of a DLRM, against the ceiling with the same net
 	$(BIN)/python -m tests.benchmarks.whole_step $(BENCH)
 
-bench-cases: build  ## optimizers, eviction, input, scaling, latency
+bench-cases: build  ## optimizers, dtypes, eviction, input, scaling, latency
 	$(BIN)/python -m tests.benchmarks.cases $(BENCH)
 
 bench-checkpoint: build  ## parts of a checkpoint, written and read, against dd on disk and tmpfs

@@ -15,29 +15,22 @@ training goes on are in catalogs of their own, ``<folder>/s0``, ``<folder>/s1``.
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from persia._files.manifest import ID, MAX_MANIFEST_BYTES, Manifest, number_of
 from persia._files.open import open_storage
-from persia._files.storage import Storage
+from persia._files.storage import LocalStorage, Storage
 from persia.errors import CheckpointError, ConfigError
 from persia.logger import get_logger
-
-Place = Storage | str | os.PathLike[str]
 
 # A server's own catalog below the job's folder.
 _SERVER = re.compile(r"s(0|[1-9]\d{0,4})")
 
 _logger = get_logger("persia.checkpoints")
-
-
-def storage_of(place: Place) -> Storage:
-    """Return a storage, or that of a path or URL."""
-    return place if isinstance(place, Storage) else open_storage(place)
 
 
 def new_id(storage: Storage) -> str:
@@ -46,9 +39,8 @@ def new_id(storage: Storage) -> str:
     return f"{max(numbers, default=0) + 1:08}-{secrets.token_hex(4)}"
 
 
-def ids(place: Place) -> list[str]:
+def ids(storage: Storage) -> list[str]:
     """Return the ids of the checkpoints that exist, oldest first."""
-    storage = storage_of(place)
     found = [
         name.removesuffix(".json")
         for name in storage.list()
@@ -91,9 +83,8 @@ def discard(storage: Storage, identity: str) -> bool:
     return True
 
 
-def load(place: Place, identity: str | None = None) -> Manifest:
+def load(storage: Storage, identity: str | None = None) -> Manifest:
     """Return the manifest of a checkpoint, the latest unless one is named."""
-    storage = storage_of(place)
     if identity is None:
         found = ids(storage)
         if not found:
@@ -118,16 +109,17 @@ def nothing_in(storage: Storage) -> CheckpointError:
     if names:
         more = ", ..." if len(names) > 3 else ""
         what = f"no manifest is among {', '.join(names[:3])}{more}"
-    elif storage.is_file():
+    elif isinstance(storage, LocalStorage) and Path(storage.url).is_file():
         what = "this is a file, give the folder that dump_checkpoint was given"
-    else:
-        what = "there is no such folder" if storage.is_missing() else "the folder is empty"
+    elif isinstance(storage, LocalStorage) and Path(storage.url).is_dir():
+        what = "the folder is empty"
+    else:  # object stores have no empty ones
+        what = "there is no such folder"
     return CheckpointError(f"{storage.url}: no checkpoint is here: {what}")
 
 
-def find(place: Place, name: str) -> str:
+def find(storage: Storage, name: str) -> str:
     """Return the id of a checkpoint by its id, or by the number that it begins with."""
-    storage = storage_of(place)
     found = [
         identity
         for identity in ids(storage)
@@ -148,14 +140,12 @@ def _no_such(storage: Storage, name: str) -> CheckpointError:
     )
 
 
-def latest(place: Place) -> str | None:
-    """Return the id of the latest checkpoint, or None if there is none."""
-    return next(reversed(ids(place)), None)
+def latest(storage: Storage) -> str | None:
+    return next(reversed(ids(storage)), None)
 
 
-def chain(place: Place, identity: str | None = None) -> list[Manifest]:
+def chain(storage: Storage, identity: str | None = None) -> list[Manifest]:
     """Return a full checkpoint and the deltas up to the one asked for, or to the latest."""
-    storage = storage_of(place)
     found = [load(storage, identity)]
     known = set(ids(storage))
     while (base := found[-1].base) is not None:
@@ -182,12 +172,10 @@ class Chain:
 
 
 def folder_of(server: int) -> str:
-    """Return the name of a server's own catalog."""
-    return f"s{server}"
+    return f"s{server}"  # a server's own catalog
 
 
 def below(url: str, folder: str) -> str:
-    """Return the URL of a folder in another."""
     return f"{url.rstrip('/')}/{folder}"
 
 
@@ -218,7 +206,7 @@ def chains(url: str, identity: str | None = None) -> list[Chain]:
     return found
 
 
-def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[str]:
+def keep_last(storage: Storage, count: int, writing: Collection[str] = ()) -> list[str]:
     """Remove all but the last checkpoints and what they are based on; returns their ids.
 
     What writers that died have left goes too: folders without a manifest, of a number below
@@ -228,7 +216,6 @@ def keep_last(place: Place, count: int, writing: Collection[str] = ()) -> list[s
     """
     if count < 1:
         raise ConfigError(f"keep_last: expected at least 1, got {count}")
-    storage = storage_of(place)
     found = ids(storage)
     kept: set[str] = set()
     for identity in found[-count:]:

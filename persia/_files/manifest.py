@@ -64,7 +64,6 @@ class Part(File):
     max_order: Annotated[int, integer(0, _U64)]  # the largest of ``orders``
 
     def check(self) -> None:
-        """Check the range of buckets."""
         first, end = self.buckets
         if not 0 <= first < end <= NUM_BUCKETS:
             raise InvalidValue(
@@ -136,16 +135,13 @@ class Manifest(Record):
 
     @property
     def num_rows(self) -> int:
-        """Rows in its parts."""
         return sum(part.num_rows for part in self.parts)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its files."""
         return sum(file.num_bytes for file in self.all_files())
 
     def all_files(self) -> list[File]:
-        """Return every file it names."""
         return [*self.parts, *self.deleted, *self.files.values()]
 
     def check(self) -> None:
@@ -205,7 +201,6 @@ class Manifest(Record):
             )
 
     def encode(self) -> bytes:
-        """Return the file."""
         try:
             content = {"format": FORMAT, "version": VERSION, **self.to_json()}
             content["xxh3_128"] = _checksum(content)

@@ -105,9 +105,15 @@ class Mapping:
         kept = new != _DROPPED
         if not self.moves_rows:
             return signs if kept.all() else signs[kept]
+        return self._renumbered(signs[kept], new[kept])
+
+    def _renumbered(
+        self, signs: NDArray[np.uint64], groups: NDArray[np.int64]
+    ) -> NDArray[np.uint64]:
+        """Return the signs that the ids of these have in other groups."""
         shift = np.uint64(64 - self.wanted.prefix_bits)
-        ids = signs[kept] & ((np.uint64(1) << shift) - np.uint64(1))
-        found: NDArray[np.uint64] = ids | ((new[kept] + 1).astype(np.uint64) << shift)
+        ids = signs & ((np.uint64(1) << shift) - np.uint64(1))
+        found: NDArray[np.uint64] = ids | ((groups + 1).astype(np.uint64) << shift)
         return found
 
     def apply(self, table: str, block: RowBlock) -> Iterator[tuple[str, RowBlock]]:
@@ -130,8 +136,6 @@ class Mapping:
         self, old_table: str, name: str, block: RowBlock, numbers: NDArray[np.int64]
     ) -> RowBlock:
         """Return rows with the signs, the policy and the state of their table now."""
-        shift = np.uint64(64 - self.wanted.prefix_bits)
-        ids = block.signs & ((np.uint64(1) << shift) - np.uint64(1))
         saved, table = self.saved.tables[old_table], self.wanted.tables[name]
         states, uses, ages = block.states, block.uses, block.ages
         if _restarts(saved, table):
@@ -148,7 +152,7 @@ class Mapping:
         return dataclasses.replace(
             block,
             policy=table.policy,
-            signs=ids | ((numbers + 1).astype(np.uint64) << shift),
+            signs=self._renumbered(block.signs, numbers),
             states=states,
             uses=uses,
             ages=ages,
@@ -180,7 +184,6 @@ class _Match:
             )
 
     def add(self, number: int, group: SavedGroup) -> None:
-        """Match one group of the job."""
         sources = self._sources(group.name)
         if len(sources) > 1:
             self.problems.append(

@@ -27,11 +27,9 @@ _OBJECT_STORES = frozenset(
 
 
 def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
-    """Return the storage of a folder.
+    """Return the storage of a path, or of a URL such as ``s3://bucket/folder``.
 
-    Args:
-        url: A path, or a URL such as ``s3://bucket/folder``; ``file://`` is a path too.
-        options: For fsspec's file system: credentials, an endpoint.
+    ``options`` are of fsspec's file system: credentials, an endpoint.
     """
     text = os.fspath(url)
     scheme, path = _split(text)
@@ -44,12 +42,7 @@ def open_storage(url: str | os.PathLike[str], **options: Any) -> Storage:
 
 
 def folder_url(given: object, name: str) -> str:
-    """Return a folder's path or URL as a text.
-
-    Args:
-        given: What a user has given.
-        name: Of the argument.
-    """
+    """Return what a user gave as argument ``name``, a folder's path or URL, as a text."""
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{name}: expected a folder's path or URL, got {given!r}")
@@ -67,24 +60,16 @@ def _split(url: str) -> tuple[str, str]:
 
 
 class AllowedRoots:
-    """Folders and URLs, with all that is below them.
-
-    Args:
-        roots: None allows every folder, an empty list none.
-    """
+    """Folders and URLs, with all that is below them; None is every folder, [] none."""
 
     def __init__(self, roots: Sequence[str] | None = None) -> None:
-        self._roots = None if roots is None else [(root, *_place(root)) for root in roots]
+        self._roots = None if roots is None else [(root, _place(root)) for root in roots]
 
     def check(self, url: str, name: str = "") -> None:
-        """Refuse a folder that is below none of the roots, links and ``..`` followed.
+        """Refuse a folder, or one named in it, that is below none of the roots.
 
-        The URL is checked without the name too: an empty one, or a bare ``s3://``, leads
-        elsewhere with a name behind it.
-
-        Args:
-            url: What is opened.
-            name: Of a folder in it.
+        Links and ``..`` are followed. The URL is checked without the name too: an empty one, or
+        a bare ``s3://``, leads elsewhere with a name behind it.
         """
         if self._roots is None:
             return
@@ -92,11 +77,13 @@ class AllowedRoots:
             self.check(url)
             url = f"{url.rstrip('/')}/{name}"
         scheme, path = _place(url)
-        for _, its_scheme, root in self._roots:
-            # How fsspec reads a path with dots or a second scheme is not known here.
-            if scheme == its_scheme and _is_plain(scheme, path) and _is_below(path, root):
+        # How fsspec reads a path with dots or a second scheme is not known here.
+        is_plain = not scheme or ("::" not in path and posixpath.normpath(path) == path)
+        for _, (its_scheme, root) in self._roots:
+            is_below = path == root or path.startswith(root.rstrip("/") + "/")
+            if scheme == its_scheme and is_plain and is_below:
                 return
-        names = ", ".join(root for root, *_ in self._roots) or "none"
+        names = ", ".join(name for name, _ in self._roots) or "none"
         raise CheckpointError(
             f"{url}: expected a folder below one of PERSIA_CHECKPOINT_ROOTS of the server "
             f"({names}), this one leads to {scheme and scheme + '://'}{path}"
@@ -112,14 +99,6 @@ def _place(url: str) -> tuple[str, str]:
         return "", os.path.realpath(path)
     except ValueError as exc:
         raise CheckpointError(f"PERSIA_CHECKPOINT_ROOTS: {url}: {exc}") from exc
-
-
-def _is_plain(scheme: str, path: str) -> bool:
-    return not scheme or ("::" not in path and posixpath.normpath(path) == path)
-
-
-def _is_below(path: str, root: str) -> bool:
-    return path == root or path.startswith(root.rstrip("/") + "/")
 
 
 ANYWHERE = AllowedRoots()
@@ -145,13 +124,7 @@ class _RemoteReader(FileReader):
 
 
 class RemoteStorage(Storage):
-    """A folder that fsspec reaches.
-
-    Args:
-        url: Of the folder.
-        atomic_put: Whether a file that is written whole appears whole, as objects do.
-        options: For fsspec's file system.
-    """
+    """A folder that fsspec reaches; with ``atomic_put`` what is put appears whole."""
 
     # A request each: a part is one.
     read_bytes = 64 << 20
@@ -165,12 +138,11 @@ class RemoteStorage(Storage):
         self._system, self._root = fsspec.core.url_to_fs(url, **options)
 
     def write(self, path: str, buffers: Iterable[Buffer]) -> None:
-        """Write a whole object."""
         whole = io.BytesIO()
         for buffer in buffers:
             whole.write(buffer)
             self.on_progress()
-        with self._failing("write", path):
+        with self.failing("write", path):
             self._put(self._path(path), whole.getvalue())  # no copy of it
 
     def sync(self, folder: str) -> None:
@@ -179,7 +151,7 @@ class RemoteStorage(Storage):
     def publish(self, path: str, data: bytes) -> None:
         """Put one object, or write aside and rename."""
         target = self._path(path)
-        with self._failing("publish", path):
+        with self.failing("publish", path):
             if self._atomic_put:
                 self._put(target, data)
                 return
@@ -188,14 +160,12 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def open(self, path: str) -> Iterator[FileReader]:
-        """Look up a file."""
-        with self._failing("read", path):
+        with self.failing("read", path):
             self._system.invalidate_cache()
             yield _RemoteReader(self._system, self._path(path), self.at(path))
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the names in a folder."""
-        with self._failing("list", folder):
+        with self.failing("list", folder):
             self._system.invalidate_cache()
             parent = self._path(folder).rstrip("/")
             try:
@@ -207,14 +177,12 @@ class RemoteStorage(Storage):
             return sorted(names - {"", parent.rpartition("/")[2]})
 
     def remove(self, path: str) -> None:
-        """Remove one object."""
-        with self._failing("remove", path), suppress(FileNotFoundError):
+        with self.failing("remove", path), suppress(FileNotFoundError):
             self._system.invalidate_cache()
             self._system.rm_file(self._path(path))
 
     def remove_folder(self, path: str) -> None:
-        """Remove all objects below a path."""
-        with self._failing("remove", path), suppress(FileNotFoundError):
+        with self.failing("remove", path), suppress(FileNotFoundError):
             self._system.invalidate_cache()
             self._system.rm(self._path(path), recursive=True)
 

@@ -12,6 +12,7 @@ where it lay into the cache. What is held and what is being written stay below t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from persia._core.base.hashing import route
 from persia._core.store.blocks import RowBlock
 from persia._core.store.part_rows import copy_rows
 from persia._files.manifest import NUM_BUCKETS, Part
-from persia._files.parts import CODE_OF_DTYPE, write_file
+from persia._files.parts import CODE_OF_DTYPE, OPTIONAL, write_file
 from persia._files.schema import NAME
 from persia._files.storage import AT_ONCE, Buffer, BufferPool, Storage
 from persia._files.tensors import CODES, head
@@ -133,7 +134,7 @@ class PartWriter:
         self._writing: deque[tuple[int, list[Future[Part]]]] = deque()
         self._in_flight = 0
         self._parts: list[Part] = []
-        self._number = 0
+        self._numbers = itertools.count()
 
     def __enter__(self) -> PartWriter:
         return self
@@ -161,7 +162,7 @@ class PartWriter:
         kind = _Kind(table_name, block.policy, block.dtype, block.dim, block.state_words)
         places, starts = route(block.signs, _RANGE_OF_BUCKET, NUM_RANGES)
         # Plain LRU counts no uses, and only what expires has an age: zeros are not written.
-        extras = tuple(name for name in ("ages", "uses") if getattr(block, name).any())
+        extras = tuple(name for name in OPTIONAL if getattr(block, name).any())
         pile = self._piles.setdefault(kind, _Pile())
         pile.rows.append(_Rows(block, places, extras))
         pile.starts.append(starts)
@@ -193,17 +194,13 @@ class PartWriter:
         pile = self._piles.pop(kind)
         most = max(1, self._part_bytes // kind.row_bytes)
         parts = [
-            self._pool.submit(self._write, kind, first, end, rows, self._next_number())
+            self._pool.submit(self._write, kind, first, end, rows, next(self._numbers))
             for first, end in _neighbours(pile)
             for rows in pile.of_ranges(first, end, most)
         ]
         self._gathered -= pile.bytes
         self._in_flight += pile.bytes
         self._writing.append((pile.bytes, parts))
-
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number - 1
 
     def _collect(self) -> None:
         num_bytes, parts = self._writing.popleft()
@@ -227,13 +224,11 @@ class PartWriter:
             "orders": ("U64", (count,)),
             "states": ("U32", (count, kind.state_words)),
             "values": (CODE_OF_DTYPE[kind.dtype], (count, kind.dim)),
+            "ages": ("U64", (count,)),
+            "uses": ("U32", (count,)),
         }
-        extras = {name for each in rows for name in each.extras}
-        arrays |= {
-            name: (code, (count,))
-            for name, code in (("ages", "U64"), ("uses", "U32"))
-            if name in extras
-        }
+        for name in OPTIONAL - {name for each in rows for name in each.extras}:
+            del arrays[name]
         first_bytes, names = head(arrays, metadata)
         window = self._memory.take(AT_ONCE + kind.row_bytes)
         written = write_file(self._storage, path, _pieces(first_bytes, names, rows, window))

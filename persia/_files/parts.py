@@ -35,7 +35,7 @@ MAX_PART_BYTES = 1 << 30
 CODE_OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _Kind = tuple[str, tuple[int, ...]]  # of an array, as its file has it: dtype and shape
 # What a file need not have: nothing was counted, or nothing expires.
-_OPTIONAL = {"uses", "ages"}
+OPTIONAL = {"uses", "ages"}
 # Parts that are read at the same time: while one waits for the disk, another is checked.
 _AHEAD = 2
 # Of signs of deleted rows in one file.
@@ -61,13 +61,6 @@ def num_owned(signs: NDArray[np.uint64], server: int, num_servers: int) -> int:
     if num_servers == 1:
         return len(signs)
     return int((owners(num_servers)[mix64_array(signs) >> np.uint64(50)] == server).sum())
-
-
-def write_columns(
-    storage: Storage, path: str, columns: dict[str, Column], metadata: dict[str, str]
-) -> File:
-    """Write a file of arrays, fsynced; its folder is still to be synced."""
-    return write_file(storage, path, encode(columns, metadata))
 
 
 def write_file(storage: Storage, path: str, buffers: Iterable[Buffer]) -> File:
@@ -97,13 +90,9 @@ def write_deleted(
         piece = signs[start : start + _DELETED_PER_FILE]
         metadata = {"format": "persia-deleted", "version": "1", "server": str(server)}
         path = f"{prefix}/deleted-{number:06}.safetensors"
-        columns = {"signs": Column.of(piece)}
+        written = write_file(storage, path, encode({"signs": Column.of(piece)}, metadata))
         found.append(
-            Deleted(
-                **dataclasses.asdict(write_columns(storage, path, columns, metadata)),
-                server=server,
-                num_signs=len(piece),
-            )
+            Deleted(**dataclasses.asdict(written), server=server, num_signs=len(piece))
         )
     if found:
         storage.sync(prefix)
@@ -218,7 +207,7 @@ def _wanted(part: Part) -> dict[str, _Kind]:
 
 
 def _check_arrays(name: str, wanted: Mapping[str, _Kind], found: Mapping[str, _Kind]) -> None:
-    for key in wanted.keys() - found.keys() - _OPTIONAL:
+    for key in wanted.keys() - found.keys() - OPTIONAL:
         raise CheckpointError(f"{name}: {key}: the array is missing")
     for key, kind in found.items():
         if key not in wanted:
@@ -292,7 +281,6 @@ class DuplicateFilter:
         self._held: list[tuple[int, NDArray[np.uint64]]] = []  # with the ends of their buckets
 
     def add(self, part: Part, signs: NDArray[np.uint64]) -> None:
-        """Take the signs of the next part."""
         if part.buckets[0] > self._first:
             self.close()
             self._first = part.buckets[0]
@@ -305,7 +293,6 @@ class DuplicateFilter:
 
 
 def read_deleted(storage: Storage, deleted: Deleted) -> NDArray[np.uint64]:
-    """Return signs whose rows are gone."""
     name = storage.at(deleted.path)
     arrays, _ = decode(read_file(storage, deleted), name)
     wanted: dict[str, _Kind] = {"signs": ("U64", (deleted.num_signs,))}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from persia._core.base.hashing import mix64_array
 from persia._core.store.blocks import RowBlock
-from persia._files.catalog import Place, chain, discard, new_id, publish, storage_of
+from persia._files.catalog import chain, discard, new_id, publish
 from persia._files.manifest import NUM_BUCKETS, File, Manifest, Part, now, sketch_name
 from persia._files.part_writer import PartWriter
 from persia._files.parts import (
@@ -48,7 +48,7 @@ Progress = Callable[[int], object]
 
 
 def no_progress(num_bytes: int) -> None:
-    """Ignore progress."""
+    pass
 
 
 def rows_of(
@@ -65,13 +65,7 @@ def rows_of(
     """
     changed = sum(part.num_rows for manifest in manifests[1:] for part in manifest.parts)
     gone = [
-        np.unique(
-            np.concatenate(
-                [read_deleted(storage, entry) for entry in manifest.deleted]
-                or [np.empty(0, np.uint64)]
-            )
-        )
-        for manifest in manifests
+        [read_deleted(storage, each) for each in manifest.deleted] for manifest in manifests
     ]
     offsets = _offsets(manifests)
     memory = BufferPool()
@@ -81,10 +75,9 @@ def rows_of(
         first = buckets[0] + width * number // passes
         end = buckets[0] + width * (number + 1) // passes
         known = np.empty(0, np.uint64)
-        for manifest, deleted, offset in reversed(
-            list(zip(manifests, gone, offsets, strict=True))
-        ):
-            seen = [known, deleted]
+        for place in reversed(range(len(manifests))):
+            manifest, offset = manifests[place], offsets[place]
+            seen = [known, *gone[place]]
             needed = [
                 part
                 for part in manifest.parts
@@ -94,7 +87,7 @@ def rows_of(
                 progress(part.num_bytes)
                 if part.buckets[0] < first or end < part.buckets[1]:
                     block = _within(block, first, end)
-                if manifest is not manifests[0]:
+                if place > 0:
                     seen.append(block.signs)
                 block = _without(block, known)
                 if offset:
@@ -128,10 +121,9 @@ def _without(block: RowBlock, known: NDArray[np.uint64]) -> RowBlock:
 
 
 def verify(
-    place: Place, identity: str | None = None, progress: Progress = no_progress
+    storage: Storage, identity: str | None = None, progress: Progress = no_progress
 ) -> list[Manifest]:
     """Check every file of a checkpoint and of those that it is based on; returns the chain."""
-    storage = storage_of(place)
     manifests = chain(storage, identity)
     for manifest in manifests:
         for file in manifest.files.values():
@@ -152,8 +144,8 @@ def verify(
 
 
 def rewrite(
-    place: Place,
-    target: Place,
+    storage: Storage,
+    out: Storage,
     identity: str | None = None,
     *,
     num_servers: int | None = None,
@@ -164,7 +156,6 @@ def rewrite(
     As ``num_servers`` would have written it, the same number by default. If it fails, nothing
     is published.
     """
-    storage, out = storage_of(place), storage_of(target)
     manifests = chain(storage, identity)
     last = manifests[-1]
     own = new_id(out)

@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,26 +158,22 @@ class Storage(ABC):
         """Whether it is the same folder, as far as its URL says."""
         return self.url.rstrip("/") == other.url.rstrip("/")
 
-    def is_missing(self) -> bool:
-        """Whether the folder does not exist; object stores have no empty folders."""
-        return True
-
-    def is_file(self) -> bool:
-        """Whether the folder's path is a file."""
-        return False
-
     def at(self, path: str) -> str:
         """Return the path with the folder's URL, for messages."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
     @contextmanager
-    def _failing(self, verb: str, path: str) -> Iterator[None]:
+    def failing(self, verb: str, path: str) -> Iterator[None]:
+        """Say inside what cannot be done, and to which path."""
         try:
             yield
         except CheckpointError:
             raise
         except self._errors as exc:
-            raise failed(verb, self.at(path), exc) from exc
+            reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+            error = CheckpointError(f"{self.at(path)}: cannot {verb}: {reason}")
+            error.errno = getattr(exc, "errno", None)  # callers look for ENOSPC
+            raise error from exc
 
 
 class _Descriptors:
@@ -193,13 +188,12 @@ class _Descriptors:
         self._is_tried = False
 
     def close(self) -> None:
-        """Close both."""
         self._system.close(self.cached)
         if self._direct is not None:
             self._system.close(self._direct)
 
     def transfer(
-        self, view: memoryview, offset: int, move: Callable[[int, memoryview], int]
+        self, view: memoryview, offset: int, move: Callable[[int, memoryview, int], int]
     ) -> int:
         """Read or write one piece, past the page cache if it can; returns how many bytes."""
         blocks = len(view) - len(view) % BLOCK_BYTES
@@ -207,14 +201,14 @@ class _Descriptors:
             descriptor = self._direct_descriptor()
             if descriptor is not None:
                 try:
-                    return move(descriptor, view[:blocks])
+                    return move(descriptor, view[:blocks], offset)
                 except OSError as exc:
                     if exc.errno != errno.EINVAL:
                         raise
                     # Some file systems open files with O_DIRECT but do no such transfer.
                     self._system.close(descriptor)
                     self._direct = None
-        return move(self.cached, view[:AT_ONCE])
+        return move(self.cached, view[:AT_ONCE], offset)
 
     def _direct_descriptor(self) -> int | None:
         if not self._is_tried:
@@ -243,18 +237,17 @@ class _LocalReader(FileReader):
     def read_into(self, target: NDArray[np.uint8], offset: int) -> None:
         view = target.data
         while view:
-            count = self._file.transfer(view, offset, partial(self._read, offset))
+            count = self._file.transfer(view, offset, self._read)
             if count == 0:
                 raise CheckpointError(f"{self._name}: ends after {offset} bytes")
             view, offset = view[count:], offset + count
 
-    def _read(self, offset: int, descriptor: int, piece: memoryview) -> int:
+    def _read(self, descriptor: int, piece: memoryview, offset: int) -> int:
+        read: Callable[..., int] = self._system.preadv
         if descriptor != self._file.cached and hasattr(os, "RWF_NOWAIT"):
             with suppress(OSError):  # not in memory; where it is, that is faster than a disk
-                return int(
-                    self._system.preadv(self._file.cached, [piece], offset, os.RWF_NOWAIT)
-                )
-        return int(self._system.preadv(descriptor, [piece], offset))
+                return read(self._file.cached, [piece], offset, os.RWF_NOWAIT)
+        return read(descriptor, [piece], offset)
 
 
 class LocalStorage(Storage):
@@ -267,20 +260,20 @@ class LocalStorage(Storage):
 
     def write(self, path: str, buffers: Iterable[Buffer]) -> None:
         """Write a file that is not there yet, and fsync it."""
-        with self._failing("write", path):
+        with self.failing("write", path):
             self._make_folder((self._root / path).parent)
             self._write_new(self._root / path, buffers)
 
     def sync(self, folder: str) -> None:
         """Make durable which files are in a folder, and the folder itself."""
-        with self._failing("sync", folder):
+        with self.failing("sync", folder):
             self._sync_folder(self._root / folder)
 
     def publish(self, path: str, data: bytes) -> None:
         """Write aside, fsync, rename, fsync the folder."""
         target = self._root / path
         aside = target.with_name(f"{target.name}.tmp")
-        with self._failing("publish", path):
+        with self.failing("publish", path):
             self._make_folder(target.parent)
             with suppress(FileNotFoundError):  # left by a process that died here
                 self._system.unlink(aside)
@@ -295,39 +288,28 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open(self, path: str) -> Iterator[FileReader]:
-        """Open a file for reading."""
-        with self._failing("read", path):
+        with self.failing("read", path):
             # O_NONBLOCK: opening a pipe without a writer would block.
             file = _Descriptors(self._system, self._root / path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            with self._failing("read", path):
+            with self.failing("read", path):
                 yield _LocalReader(self._system, file, self.at(path))
         finally:
             file.close()
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the names in a folder."""
-        with self._failing("list", folder):
+        with self.failing("list", folder):
             try:
                 return sorted(self._system.listdir(self._root / folder))
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def is_same(self, other: Storage) -> bool:
-        """Whether it is the same folder, links resolved."""
         return isinstance(other, LocalStorage) and self._root.resolve() == other._root.resolve()
-
-    def is_missing(self) -> bool:
-        """Whether there is no such folder."""
-        return not self._root.is_dir()
-
-    def is_file(self) -> bool:
-        """Whether there is a file in place of the folder."""
-        return self._root.is_file()
 
     def remove(self, path: str) -> None:
         """Unlink a file and fsync its folder: it does not come back."""
-        with self._failing("remove", path):
+        with self.failing("remove", path):
             try:
                 self._system.unlink(self._root / path)
             except FileNotFoundError:
@@ -336,7 +318,7 @@ class LocalStorage(Storage):
 
     def remove_folder(self, path: str) -> None:
         """Unlink what is in a folder, then the folder; can be repeated after a crash."""
-        with self._failing("remove", path):
+        with self.failing("remove", path):
             self._remove_tree(self._root / path)
 
     def _remove_tree(self, path: Path) -> None:
@@ -357,14 +339,14 @@ class LocalStorage(Storage):
             for buffer in buffers:
                 view = memoryview(buffer)
                 while view:  # a disk that is nearly full takes a part
-                    count = file.transfer(view, offset, partial(self._put, offset))
+                    count = file.transfer(view, offset, self._put)
                     self.on_progress()
                     view, offset = view[count:], offset + count
             self._system.fsync(file.cached)
         finally:
             file.close()
 
-    def _put(self, offset: int, descriptor: int, piece: memoryview) -> int:
+    def _put(self, descriptor: int, piece: memoryview, offset: int) -> int:
         return int(self._system.pwritev(descriptor, [piece], offset))
 
     def _make_folder(self, folder: Path) -> None:
@@ -388,14 +370,6 @@ class LocalStorage(Storage):
                 raise
         finally:
             self._system.close(descriptor)
-
-
-def failed(verb: str, path: str, exc: Exception) -> CheckpointError:
-    """Return the error of a failed operation on a path."""
-    reason = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
-    error = CheckpointError(f"{path}: cannot {verb}: {reason}")
-    error.errno = getattr(exc, "errno", None)  # callers look for ENOSPC
-    return error
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:

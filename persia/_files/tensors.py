@@ -62,7 +62,6 @@ class Column:
 
     @staticmethod
     def of(array: NDArray[Any]) -> Column:
-        """Return a whole array as a column."""
         little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
         return Column(_CODE_OF[little.dtype], little)
 
@@ -107,16 +106,13 @@ class Entry(Record):
 
     @property
     def begin(self) -> int:
-        """Where its bytes begin in the file."""
         return self.offsets[0]
 
     @property
     def end(self) -> int:
-        """Where its bytes end in the file."""
         return self.offsets[1]
 
     def check(self) -> None:
-        """Check the number of bytes against dtype and shape."""
         if len(self.shape) > _MAX_DIMS:
             raise InvalidValue(f"expected at most {_MAX_DIMS} dimensions", "shape")
         itemsize = CODES[self.code].itemsize

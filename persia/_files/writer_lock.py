@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from persia._files.manifest import now
-from persia._files.storage import LocalStorage, Storage, failed
+from persia._files.storage import LocalStorage, Storage
 from persia.errors import CheckpointError
 from persia.logger import get_logger
 
@@ -54,17 +54,11 @@ class WriterLock:
             return
         self.release()  # the file was removed, perhaps with the folder
         folder = Path(self.storage.url)
-        try:
+        with self.storage.failing("make the folder", ""):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise failed("make the folder", self.storage.url, exc) from exc
-        try:
+        with self.storage.failing("lock", NAME):
             while (descriptor := self._lock(folder / NAME)) is None:
                 pass
-        except CheckpointError:
-            raise
-        except OSError as exc:
-            raise failed("lock", self.storage.at(NAME), exc) from exc
         self._held = folder / NAME, descriptor, os.getpid()
 
     def release(self) -> None:
@@ -149,23 +143,21 @@ class JobFolders:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()  # guards the next
-        self._locks: list[WriterLock] = []  # the last used is the last
+        self._locks: dict[str, WriterLock] = {}  # by folder; the last used is the last
         end = weakref.finalize(self, _release_all, self._locks)
         end.atexit = False  # a dump may be under way, and the kernel releases locks
 
     def acquire(self, storage: Storage) -> None:
-        """Lock a folder."""
         if not isinstance(storage, LocalStorage):
             return
+        place = os.path.realpath(storage.url)
         with self._guard:
-            held = next((one for one in self._locks if one.storage.is_same(storage)), None)
-            lock = held or WriterLock(storage)
+            lock = self._locks.get(place) or WriterLock(storage)
             lock.acquire()
-            if held is not None:
-                self._locks.remove(lock)
-            self._locks.append(lock)
+            self._locks.pop(place, None)
+            self._locks[place] = lock
             while len(self._locks) > MAX_FOLDERS:
-                self._locks.pop(0).release()
+                self._locks.pop(next(iter(self._locks))).release()
 
     def release(self) -> None:
         """Let others write into all of them."""
@@ -173,9 +165,10 @@ class JobFolders:
             _release_all(self._locks)
 
 
-def _release_all(locks: list[WriterLock]) -> None:
+def _release_all(locks: dict[str, WriterLock]) -> None:
     while locks:
-        locks.pop().release()
+        _, lock = locks.popitem()
+        lock.release()
 
 
 @contextmanager

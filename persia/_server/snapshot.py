@@ -36,10 +36,10 @@ from persia._files.catalog import folder_of
 from persia._files.manifest import Deleted, File, Part, ServerFiles, sketch_name
 from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
-from persia._files.parts import read_file, take, write_columns, write_deleted
+from persia._files.parts import read_file, take, write_deleted, write_file
 from persia._files.schema import table_name
 from persia._files.storage import Storage
-from persia._files.tensors import Column, decode
+from persia._files.tensors import Column, decode, encode
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
 from persia._server.row_settings import RowSettings, ServerState
 from persia.errors import CheckpointError, PersiaError
@@ -246,7 +246,8 @@ def write_sketch(storage: Storage, path: str, sketch: Sketch) -> File:
     """Write counts of ids that are not admitted yet."""
     counts, numbers = sketch
     columns = {"counts": Column.of(counts), "numbers": Column.of(numbers)}
-    return write_columns(storage, path, columns, {"format": "persia-sketch", "version": "1"})
+    metadata = {"format": "persia-sketch", "version": "1"}
+    return write_file(storage, path, encode(columns, metadata))
 
 
 def read_sketch(storage: Storage, file: File) -> Sketch:

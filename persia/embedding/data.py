@@ -44,15 +44,6 @@ __all__ = [
 # large as memory allows.
 MAX_BATCH_SIZE = 65535
 
-# What torch.from_numpy takes (unsigned 16, 32 and 64 bits since torch 2.3).
-_ND_ARRAY_SUPPORT_TYPE = frozenset(
-    np.dtype(name).type
-    for name in (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64"),
-    )
-)
-
 _BLOCK_KIND = b"PRSBAT01"
 
 
@@ -64,17 +55,34 @@ def _check_name(name: object) -> str:
     return name
 
 
-def _items(what: str, given: Any) -> tuple[Any, ...]:
+def _items(what: str, given: Any, *kinds: type) -> tuple[Any, ...]:
+    """Return a list's items, which are of these classes."""
     if given is None:
         return ()
     if not isinstance(given, Iterable):
         raise DataTypeError(f"{what}: expected a list, got {type(given).__name__}")
-    return tuple(given)
+    items = tuple(given)
+    for number, item in enumerate(items):
+        if not isinstance(item, kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise DataTypeError(
+                f"{what}[{number}]: expected {expected}, got {type(item).__name__}"
+            )
+    return items
 
 
 def _samples(data: Any) -> Any:
     """Return the samples of a matrix, or of an object array as pandas makes them, as a list."""
     return list(data) if isinstance(data, np.ndarray) and data.ndim else data
+
+
+def _not_finite(data: NDArray[Any]) -> str:
+    """Return the first value that is not finite, with its sample; "" if all are."""
+    is_finite = np.isfinite(data)
+    if is_finite.all():
+        return ""
+    place = np.unravel_index(int(np.argmin(is_finite)), data.shape)
+    return f"{data[place]} in sample {place[0]}"
 
 
 class IDTypeFeature:
@@ -155,7 +163,9 @@ class IDTypeFeature:
             lengths: int32 or int64 [B], the number of ids of each sample.
             weights: The weight of each id, float32 [N]; None: each counts once.
         """
-        ids = _unsigned(_from_torch(_check_name(name), "values", values))
+        ids = _from_torch(_check_name(name), "values", values)
+        if isinstance(ids, np.ndarray) and ids.dtype == np.int64:
+            ids = ids.view(np.uint64)
         if (offsets is None) is (lengths is None):
             both = "neither" if offsets is None else "both"
             raise DataError(f"feature {name!r}: expected offsets or lengths, got {both}")
@@ -248,10 +258,13 @@ class NdarrayDataBase:
         self.data: NDArray[Any] = np.ascontiguousarray(data)
 
     def _check_values(self, data: NDArray[Any]) -> None:
-        if data.dtype.type not in _ND_ARRAY_SUPPORT_TYPE or not data.dtype.isnative:
-            names = ", ".join(sorted(np.dtype(kind).name for kind in _ND_ARRAY_SUPPORT_TYPE))
+        # What torch.from_numpy takes; 2 is a dtype of another package, such as a float8.
+        dtype = data.dtype
+        is_plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
+        if not is_plain or dtype.isbuiltin == 2:
             raise DataTypeError(
-                f"{self._WHAT} {self.name!r}: expected a dtype of {names}; got {data.dtype}"
+                f"{self._WHAT} {self.name!r}: expected a dtype of bool, or of integers or "
+                f"floats of at most 64 bits; got {dtype}"
             )
 
     @property
@@ -279,15 +292,8 @@ class Label(NdarrayDataBase):
 
     def _check_values(self, data: NDArray[Any]) -> None:
         super()._check_values(data)
-        if data.dtype.kind != "f" or not data.size:
-            return
-        is_finite = np.isfinite(data)
-        if not is_finite.all():
-            place = np.unravel_index(int(np.argmin(is_finite)), data.shape)
-            raise DataError(
-                f"label {self.name!r}: expected finite values, "
-                f"got {data[place]} in sample {place[0]}"
-            )
+        if data.dtype.kind == "f" and (found := _not_finite(data)):
+            raise DataError(f"label {self.name!r}: expected finite values, got {found}")
 
 
 class NonIDTypeFeature(NdarrayDataBase):
@@ -304,15 +310,13 @@ class NonIDTypeFeature(NdarrayDataBase):
         # A model may know what to do with NaN, so it is no error; most make the loss NaN by it.
         with np.errstate(over="ignore", invalid="ignore"):
             total = np.add.reduce(data, axis=None, dtype=np.float64)
-        if not np.isfinite(total) and not (is_finite := np.isfinite(data)).all():
+        if not np.isfinite(total) and (found := _not_finite(data)):
             self._warned.add(self.name)
-            place = np.unravel_index(int(np.argmin(is_finite)), data.shape)
             logger.warning(
-                "dense feature %r: %s in sample %d of a batch; unless the model expects it, "
-                "the loss and then every parameter become NaN (logged once)",
+                "dense feature %r: %s of a batch; unless the model expects it, the loss and "
+                "then every parameter become NaN (logged once)",
                 self.name,
-                data[place],
-                place[0],
+                found,
             )
 
 
@@ -354,57 +358,30 @@ class PersiaBatch:
         requires_grad: bool = True,
         meta: bytes | None = None,
     ) -> None:
-        features = []
-        for number, feature in enumerate(_items("id_type_features", id_type_features)):
-            if not isinstance(feature, IDTypeFeature | IDTypeFeatureWithSingleID):
-                raise DataTypeError(
-                    f"id_type_features[{number}]: expected IDTypeFeature or "
-                    f"IDTypeFeatureWithSingleID, got {type(feature).__name__}"
-                )
-            features.append(feature.feature_batch)
-        self._fill(
-            tuple(features),
-            _items("non_id_type_features", non_id_type_features),
-            _items("labels", labels),
-            batch_size,
-            requires_grad,
-            meta,
+        ids = _items(
+            "id_type_features",
+            id_type_features,
+            *(IDTypeFeature, IDTypeFeatureWithSingleID, FeatureBatch),
         )
-
-    def _fill(
-        self,
-        features: tuple[FeatureBatch, ...],
-        dense: tuple[NdarrayDataBase, ...],
-        labels: tuple[Label, ...],
-        batch_size: int | None,
-        requires_grad: bool,
-        meta: bytes | None,
-    ) -> None:
-        """Check that the parts fit together, then keep them."""
-        if not features:
+        if not ids:
             raise DataError("id_type_features: expected at least one, got none")
-        for what, cls, items in (
-            ("non_id_type_features", NdarrayDataBase, dense),
-            ("labels", Label, labels),
-        ):
-            for number, item in enumerate(items):
-                if not isinstance(item, cls):
-                    raise DataTypeError(
-                        f"{what}[{number}]: expected {cls.__name__}, got {type(item).__name__}"
-                    )
+        dense = _items("non_id_type_features", non_id_type_features, NdarrayDataBase)
+        targets = _items("labels", labels, Label)
         if meta is not None and not isinstance(meta, bytes):
             raise DataTypeError(
                 f"meta: expected bytes, got {type(meta).__name__}; encode it first"
             )
-        if requires_grad and not labels:
+        if requires_grad and not targets:
             raise DataError(
                 "labels: expected a label where gradients are asked, got none; pass "
                 "labels=[Label(...)], or requires_grad=False for evaluation"
             )
-        self._batch_size = _common_size(features, (*dense, *labels), batch_size)
-        self.features = features
-        self._dense = dense
-        self._labels = labels
+        self.features: tuple[FeatureBatch, ...] = tuple(
+            each if isinstance(each, FeatureBatch) else each.feature_batch for each in ids
+        )
+        self._batch_size = _common_size(self.features, (*dense, *targets), batch_size)
+        self._dense: tuple[NdarrayDataBase, ...] = dense
+        self._labels: tuple[Label, ...] = targets
         self._requires_grad = bool(requires_grad)
         self._meta = meta
         self.batch_id: int | None = None
@@ -489,24 +466,16 @@ class PersiaBatch:
 
         batch = cls.__new__(cls)
         try:
-            features = tuple(
+            features: list[Any] = [
                 FeatureBatch.from_parts(
                     _check_name(name), [take() for _ in range(_typed(num_parts, int))]
                 )
                 for name, num_parts in _typed(header["features"], list)
-            )
-            dense = tuple(
-                NonIDTypeFeature(take(), name) for name in _typed(header["dense"], list)
-            )
-            labels = tuple(Label(take(), name) for name in _typed(header["labels"], list))
-            batch._fill(
-                features,
-                dense,
-                labels,
-                _typed(header["size"], int),
-                _typed(header["grad"], bool),
-                header["meta"],
-            )
+            ]
+            dense = [NonIDTypeFeature(take(), name) for name in _typed(header["dense"], list)]
+            labels = [Label(take(), name) for name in _typed(header["labels"], list)]
+            size, grad = _typed(header["size"], int), _typed(header["grad"], bool)
+            PersiaBatch.__init__(batch, features, dense, labels, size, grad, header["meta"])
             if header["id"] is not None:
                 batch.batch_id = _typed(header["id"], int)
             if remaining:
@@ -549,33 +518,20 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _unsigned(values: Any) -> Any:
-    """Return int64 ids as uint64 with the same bits; anything else as it is."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int64:
-        return values.view(np.uint64)
-    return values
-
-
 def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
-    """Return where each sample begins among the ids, i64 [B + 1], from lengths [B]."""
-    got = type(lengths).__name__
-    if isinstance(lengths, np.ndarray):
-        got = f"{lengths.dtype} of shape {lengths.shape}"
+    """Return where each sample begins among the ids, i64 [B + 1], from lengths [B].
+
+    A length below 0 makes them descend, which ``FeatureBatch`` refuses.
+    """
     is_array = isinstance(lengths, np.ndarray)
     if not is_array or lengths.ndim != 1 or lengths.dtype not in (np.int32, np.int64):
+        got = (
+            f"{lengths.dtype} of shape {lengths.shape}" if is_array else type(lengths).__name__
+        )
         raise DataTypeError(
             f"feature {name!r}: expected lengths as 1-D int32 or int64, got {got}"
         )
-    # Descending offsets would be found later too; this says which length it was.
-    if lengths.size and lengths.min() < 0:
-        sample = int(np.argmax(lengths < 0))
-        raise DataError(
-            f"feature {name!r}: expected lengths of at least 0, "
-            f"got {lengths[sample]} in sample {sample}"
-        )
-    offsets = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    return edges_of(lengths)
 
 
 def _from_torch(name: str, what: str, value: Any) -> Any:
@@ -597,13 +553,30 @@ def _from_torch(name: str, what: str, value: Any) -> Any:
         ) from exc
 
 
+def edges_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Return where each sample begins, and their end, from how many ids each has."""
+    edges = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    return edges
+
+
+def flat_list(array: Any) -> tuple[Any, NDArray[np.int64]]:
+    """Return the entries of an Arrow list array, and where each list begins among them."""
+    ids = array.flatten()  # it knows of slices, and leaves out what lies behind an absent list
+    if array.null_count or not hasattr(array, "offsets"):  # lists of a fixed size have none
+        lengths = array.value_lengths().fill_null(0)
+        return ids, edges_of(lengths.to_numpy(zero_copy_only=False))
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    offsets -= offsets[0]
+    return ids, offsets
+
+
 def _from_arrow(name: str, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Return ids and offsets of an Arrow list array; ids without a copy if it can be done."""
     expected = f"feature {name!r}: expected an Arrow list array of uint64 or int64"
     if type(array).__module__.split(".")[0] != "pyarrow":
         raise DataTypeError(f"{expected}, got {type(array).__name__}")
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     if isinstance(array, pa.ChunkedArray):
         if array.num_chunks != 1:
@@ -617,14 +590,7 @@ def _from_arrow(name: str, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.i
     value_type = getattr(array.type, "value_type", None) if is_list else None
     if value_type not in (pa.uint64(), pa.int64()):
         raise DataTypeError(f"{expected}, got {getattr(array, 'type', type(array))}")
-    ids = array.flatten()  # it knows of slices, and leaves out what lies behind an absent list
-    if array.null_count or isinstance(array, pa.FixedSizeListArray):
-        lengths = pc.list_value_length(array).fill_null(0)
-        offsets = np.zeros(len(array) + 1, np.int64)
-        np.cumsum(lengths.to_numpy(zero_copy_only=False), out=offsets[1:])
-    else:
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        offsets -= offsets[0]
+    ids, offsets = flat_list(array)
     if ids.null_count:
         place = int(np.argmin(ids.is_valid().to_numpy(zero_copy_only=False)))
         sample = int(np.searchsorted(offsets, place, side="right")) - 1

@@ -23,6 +23,8 @@ from persia.embedding.data import (
     Label,
     NonIDTypeFeature,
     PersiaBatch,
+    edges_of,
+    flat_list,
 )
 from persia.errors import ConfigError, DataError, DataTypeError, did_you_mean
 
@@ -135,13 +137,6 @@ def _known(array: Any) -> NDArray[np.bool_]:
     return known
 
 
-def _edges(counts: NDArray[Any]) -> NDArray[np.int64]:
-    """Return offsets for this number of ids per sample."""
-    edges = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=edges[1:])
-    return edges
-
-
 def id_feature(
     name: str, column: str, array: Any, strings: str
 ) -> IDTypeFeature | IDTypeFeatureWithSingleID:
@@ -152,15 +147,13 @@ def id_feature(
         array = _without_null_entries(array)
         if not array.null_count:
             return IDTypeFeatureWithSingleID(name, _plain_ids(array, column, strings))
-        offsets = _edges(_known(array))
+        offsets = edges_of(_known(array))
         ids = _plain_ids(array.drop_null(), column, strings)
         return IDTypeFeature.from_csr(name, ids, offsets)
-    # ``flatten`` leaves out what may lie behind a null list, and knows of slices.
-    inner = _without_null_entries(array.flatten())
-    lengths = array.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    offsets = _edges(lengths)
+    flat, offsets = flat_list(array)
+    inner = _without_null_entries(flat)
     if inner.null_count:
-        offsets = _edges(_known(inner))[offsets]
+        offsets = edges_of(_known(inner))[offsets]
         inner = inner.drop_null()
     return IDTypeFeature.from_csr(name, _plain_ids(inner, column, strings), offsets)
 
@@ -284,30 +277,27 @@ class Columns:
         Raises:
             DataError: If a number is null where none may be, or a text is no number.
         """
-        at = {name: number for number, name in enumerate(rows.schema.names)}
+        arrays = dict(zip(rows.schema.names, rows.columns, strict=True))
         features = [
-            id_feature(feature, column, rows.column(at[column]), self.strings)
+            id_feature(feature, column, arrays[column], self.strings)
             for feature, column in self.ids.items()
         ]
         dense = [
-            NonIDTypeFeature(self._matrix([(n, rows.column(at[n])) for n in group]), name)
+            NonIDTypeFeature(_matrix(arrays, group, self.fill), name)
             for name, group in self.dense.items()
         ]
-        labels = []
-        for name in self.labels:
-            values = self._matrix([(name, rows.column(at[name]))], is_label=True)
-            labels.append(Label(values, name))
+        labels = [Label(_matrix(arrays, [name], None), name) for name in self.labels]
         return PersiaBatch(features, dense, labels, None, self.requires_grad)
 
-    def _matrix(
-        self, columns: list[tuple[str, Any]], is_label: bool = False
-    ) -> NDArray[np.float32]:
-        """Return columns of numbers side by side."""
-        widths = [width_of(array.type) for _, array in columns]
-        out = np.empty((len(columns[0][1]), sum(widths)), np.float32)
-        begin = 0
-        for (name, array), width in zip(columns, widths, strict=True):
-            fill = None if is_label else self.fill
-            numbers(name, array, out[:, begin : begin + width], fill)
-            begin += width
-        return out
+
+def _matrix(
+    arrays: Mapping[str, Any], names: Sequence[str], fill: float | None
+) -> NDArray[np.float32]:
+    """Return columns of numbers side by side."""
+    widths = [width_of(arrays[name].type) for name in names]
+    out = np.empty((len(arrays[names[0]]), sum(widths)), np.float32)
+    begin = 0
+    for name, width in zip(names, widths, strict=True):
+        numbers(name, arrays[name], out[:, begin : begin + width], fill)
+        begin += width
+    return out

@@ -149,17 +149,13 @@ class TorchReader(Reader):
 
     def _rows_of(self, given: Any) -> Any:
         if not isinstance(given, Mapping):
-            if self.names is None or not isinstance(given, list | tuple):
+            names = self.names or ()
+            if not isinstance(given, list | tuple) or len(names) != len(given):
                 raise DataTypeError(
-                    "TorchReader: expected the loader to yield mappings, or tuples with "
-                    f"their columns in names=, got {type(given).__name__}"
+                    "TorchReader: expected the loader to yield mappings, or tuples of the "
+                    f"columns in names={names!r}, got {given!r:.80}"
                 )
-            if len(self.names) != len(given):
-                raise DataTypeError(
-                    f"TorchReader: expected tuples of {len(self.names)} columns as in names=, "
-                    f"got {len(given)}"
-                )
-            given = dict(zip(self.names, given, strict=True))
+            given = dict(zip(names, given, strict=True))
         used = [name for name in given if name in self.columns.names]
         return pa.RecordBatch.from_pydict({name: _array_of(name, given[name]) for name in used})
 

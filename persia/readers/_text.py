@@ -21,7 +21,7 @@ import pyarrow.csv as pacsv
 import pyarrow.fs as pafs
 
 from persia.errors import ConfigError, DataError, DataTypeError
-from persia.readers._columns import Columns, are_ids
+from persia.readers._columns import Columns
 from persia.readers._reader import PieceReader
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ _LOOK_BYTES = 1 << 16
 _PACKED = (".gz", ".bz2", ".zst", ".lz4")
 # Fields of a CSV that say that there is nothing.
 NULLS = ("", "NULL", "null", "NaN", "nan", "N/A", "NA", "None", "\\N")
-_OTHERS = {b"PAR1": "Parquet: use ParquetReader", b"ARROW1": "Arrow: use ArrowReader"}
 _EXPECTED = "lines of the types that the first MiB has, or that types= gives"
 
 
@@ -220,10 +219,7 @@ def _check(columns: Columns, path: str, schema: Any, known: Mapping[str, Any]) -
     try:
         columns.check(path, schema)
     except DataTypeError as exc:
-        said = {name: "uint64" for name, kind in found.items() if not are_ids(kind)}
-        if not said:
-            raise
-        raise DataTypeError(f"{exc}; types={said} says what it is") from None
+        raise DataTypeError(f"{exc}; types= says what a column is") from None
     if found:
         kinds = ", ".join(f"{name} {kind}" for name, kind in found.items())
         logger.info(
@@ -254,11 +250,6 @@ def _header_of(filesystem: Any, info: Any) -> bytes:
 
 def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: str) -> Any:
     """Return the columns of a file by its header and its first lines."""
-    with filesystem.open_input_stream(info.path) as stream:
-        start = stream.read(max(map(len, _OTHERS)))
-    for mark, what in _OTHERS.items():
-        if start.startswith(mark):
-            raise DataError(f"{info.path}: expected a header and lines, got {what}")
     try:
         with filesystem.open_input_stream(info.path) as stream:
             return pacsv.open_csv(

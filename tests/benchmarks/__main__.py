@@ -3,14 +3,12 @@
     python -m tests.benchmarks [--quick] [--threads 1 2] [--only NAME ...] [--pairs 20]
                                [--kinds train evaluate] [--patterns single multi cold]
     python -m tests.benchmarks --only persia ceiling --threads 1      two minutes, all rows
-    python -m tests.benchmarks --wire [--quick] [--json FILE]
 
 Prints Markdown tables: million ids per second, one figure for each number of threads, and in
 brackets how many times torch's rate that is and what part of the ceiling's; then page faults a
 step (the worst cell of the row) and resident bytes per row; with --quick those are mostly code,
 not rows. The last table is PERSIA's part of the ceiling with its interval. How ratios are taken
-is in interleaved.py, what the ceiling is in ceiling.c. The last form asks how far calls are
-from bare pyzmq instead; see wire.py.
+is in interleaved.py, what the ceiling is in ceiling.c.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ from tests.benchmarks.peers import (
     is_installed,
     peers,
 )
-from tests.benchmarks.wire import TRANSPORTS, wire
 from tests.benchmarks.workload import PATTERNS, Batch, Contender, batches, sizes
 
 PERSIA = "PERSIA, exact Adagrad"
@@ -215,25 +212,21 @@ def main() -> None:
     options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     options.add_argument("--json", type=Path, help="write the results to this file as well")
-    options.add_argument("--wire", action="store_true", help="the wire, and nothing else")
     args = options.parse_args()
     if args.clock is time.process_time and args.threads != [1]:
         options.error("--cpu-time adds the threads up: use it with --threads 1")
 
-    results: Any
-    if args.wire:
-        results = wire(args.quick, [*TRANSPORTS], args.pairs or (3 if args.quick else 9))
-    else:
-        args.threads = args.threads or ([1] if args.quick else [1, 2])
-        args.pairs = args.pairs or (3 if args.quick else 20)
-        # Said aloud, or torch warns.
-        torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
-        here = conditions(args.quick)
-        print(here)
-        results = {"conditions": here, "memory": {} if args.only else memory(args.quick)}
-        results["speed"] = cells = speed(args)
-        report(args, cells)
-        print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
+    args.threads = args.threads or ([1] if args.quick else [1, 2])
+    args.pairs = args.pairs or (3 if args.quick else 20)
+    # Said aloud, or torch warns.
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
+    here = conditions(args.quick)
+    print(here)
+    results: dict[str, Any] = {"conditions": here}
+    results["memory"] = {} if args.only else memory(args.quick)
+    results["speed"] = cells = speed(args)
+    report(args, cells)
+    print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=2, default=asdict) + "\n")
 

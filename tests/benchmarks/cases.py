@@ -1,10 +1,11 @@
-"""What happens beside the plain workload: other optimizers, eviction, input, scaling, latency.
+"""Beside the plain workload: optimizers, dtypes, eviction, input, scaling, latency.
 
     python -m tests.benchmarks.cases [NAME ...] [--quick] [--pairs 20] [--threads 1]
 
 Each case prints a table with a ratio, taken pair by pair as interleaved.py says.
 
     optimizers   SGD and Adam against Adagrad, training
+    dtypes       rows of two-byte values against float32, training and evaluation
     eviction     new ids in every batch at full capacity, against no new ids
     inputs       an IDTypeFeature from 4096 arrays, from CSR and from one array
     rows         the same batch on tables of more and more rows, and the ceiling's there
@@ -18,11 +19,12 @@ import argparse
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from persia._core.base.halves import DTYPES
 from persia._core.ids.feature_batch import FeatureBatch
 from persia.embedding.data import IDTypeFeature
 from tests.benchmarks.ceiling import Ceiling
@@ -51,6 +53,7 @@ from tests.benchmarks.workload import (
     uniform,
 )
 
+SGD = {"name": "sgd", "lr": LR}
 NUM_BATCHES = 8
 LOOKUPS = 60  # a slice
 RESAMPLES = 500
@@ -66,22 +69,47 @@ def num_ids(data: list[Batch]) -> int:
     return sum(batch.num_ids for batch in data)
 
 
+def compare(
+    options: argparse.Namespace,
+    everyone: Mapping[str, Contender],
+    columns: Sequence[tuple[str, list[Batch]]],
+) -> None:
+    """Print everyone's rates in each column, a kind of step on batches, and of the first's."""
+    series = []
+    for kind, data in columns:
+        steps = {
+            name: again([getattr(one, f"{kind}_step")(batch) for batch in data])
+            for name, one in everyone.items()
+        }
+        series.append(measure(steps, num_ids(data), options.pairs, options.clock))
+    first = next(iter(everyone))
+    for name in everyone:
+        row(name, *(f"{own[name].rate:.1f} ({ratio(own[name], own[first])})" for own in series))
+
+
 def optimizers(options: argparse.Namespace) -> None:
     table("Training, M ids/s (times Adagrad's rate [95 %])", "optimizer", *PATTERNS)
     everyone = {
         str(settings["name"]): Persia(sizes(options.quick), options.threads, settings)
-        for settings in (ADAGRAD, {"name": "sgd", "lr": LR}, {"name": "adam", "lr": LR})
+        for settings in (ADAGRAD, SGD, {"name": "adam", "lr": LR})
     }
-    columns = []
-    for pattern in PATTERNS:
-        data = batches(pattern, options.quick, NUM_BATCHES)
-        steps = {name: training(persia, data) for name, persia in everyone.items()}
-        columns.append(measure(steps, num_ids(data), options.pairs, options.clock))
-    for name in everyone:
-        cells = [
-            f"{own[name].rate:.1f} ({ratio(own[name], own['adagrad'])})" for own in columns
-        ]
-        row(name, *cells)
+    data = [("train", batches(each, options.quick, NUM_BATCHES)) for each in PATTERNS]
+    compare(options, everyone, data)
+
+
+def dtypes(options: argparse.Namespace) -> None:
+    """Rows of two-byte values beside f32, on cold ids."""
+    data = batches("cold", options.quick, NUM_BATCHES)
+    for settings in (SGD, ADAGRAD):
+        title = f"{settings['name']}, cold ids, M ids/s (times float32's rate [95 %])"
+        table(title, "rows", "training", "evaluation")
+        everyone = {}
+        for dtype in DTYPES:
+            one = Persia(sizes(options.quick), options.threads, settings, dtype=dtype)
+            stats = one.stats()
+            everyone[f"{dtype}, {stats['bytes'] / stats['rows']:.1f} B a row"] = one
+        compare(options, everyone, [("train", data), ("evaluate", data)])
+        del everyone, one  # before the next ones
 
 
 class Renewed:
@@ -299,7 +327,8 @@ def latency(options: argparse.Namespace) -> None:
 
 
 CASES: dict[str, Callable[[argparse.Namespace], None]] = {
-    case.__name__: case for case in (optimizers, eviction, inputs, rows, distinct, latency)
+    case.__name__: case
+    for case in (optimizers, dtypes, eviction, inputs, rows, distinct, latency)
 }
 
 

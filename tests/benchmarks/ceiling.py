@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.benchmarks import native
-from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, Batch, Step, raw_ids
+from tests.benchmarks.workload import (
+    ACCUMULATOR,
+    BATCH,
+    DIM,
+    LR,
+    Batch,
+    Step,
+    all_ids,
+    check_resident,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +35,6 @@ SOURCE = Path(__file__).with_name("ceiling.c")
 FLAGS = ("-march=native",)
 WIDE = ("-mprefer-vector-width=512",)
 EPS = 1e-10
-FILL = 1_000_000  # ids at a time
 
 
 class _Feature(ctypes.Structure):
@@ -134,13 +142,9 @@ class Ceiling:
 
     def __init__(self, table_sizes: Sequence[int], num_threads: int) -> None:
         self.table = Table(sum(table_sizes), num_threads)
-        for number, size in enumerate(table_sizes):
-            for first in range(0, size, FILL):
-                self.table.fill(number, raw_ids(np.arange(first, min(first + FILL, size))))
-        if len(self.table) != sum(table_sizes):
-            raise RuntimeError(
-                f"expected {sum(table_sizes)} rows resident, got {len(self.table)}"
-            )
+        for number, ids in all_ids(table_sizes):
+            self.table.fill(number, ids)
+        check_resident(len(self.table), table_sizes)
         self._out = np.zeros((len(table_sizes), BATCH, DIM), np.float32)
 
     def train_step(self, batch: Batch) -> Step:

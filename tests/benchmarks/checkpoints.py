@@ -19,29 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from persia._core.store.blocks import RowBlock
+from persia._files.manifest import Part
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_ahead
 from persia._files.storage import LocalStorage
 from tests.benchmarks.interleaved import Series, parser, ratio
+from tests.files.support import block
 
 DIM = 16
 BLOCK_ROWS = 65_536
 NUM_BLOCKS = 16  # distinct ones; 144 bytes a row, so that no cache holds them
-
-
-def block(number: int) -> RowBlock:
-    rng = np.random.default_rng(number)
-    return RowBlock(
-        0,
-        "float32",
-        rng.integers(0, 1 << 64, BLOCK_ROWS, dtype=np.uint64),
-        rng.normal(size=(BLOCK_ROWS, DIM)).astype(np.float32),
-        rng.integers(0, 1 << 32, (BLOCK_ROWS, DIM), dtype=np.uint32),
-        np.arange(BLOCK_ROWS, dtype=np.uint64),
-        np.zeros(BLOCK_ROWS, np.uint32),
-        np.zeros(BLOCK_ROWS, np.uint64),
-    )
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -71,37 +58,55 @@ def forget(folder: Path) -> None:
         os.close(descriptor)
 
 
-def measure(folder: Path, pairs: int, num_bytes: int) -> None:
-    blocks = [block(number) for number in range(NUM_BLOCKS)]
-    storage = LocalStorage(folder)
+def against_dd(
+    folder: Path,
+    pairs: int,
+    dump: Callable[[], object],
+    load: Callable[[], object],
+    asked: str = "",
+) -> None:
+    """Print the rates of a dump into a folder and of a load from it, and their parts of dd's.
+
+    The first pair is not counted: it has memory and the page cache to get.
+    """
     rates: dict[str, list[float]] = {"dd": [], "dump": [], "load": []}
-    for _ in range(pairs):
-        rates["dd"].append(dd(folder, num_bytes))
-        start = time.perf_counter()
+    for _ in range(pairs + 1):
+        dumping = timed(dump)
+        size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+        rates["dd"].append(dd(folder, size))
+        forget(folder)
+        loading = timed(load)
+        rates["dump"].append(size / dumping)
+        rates["load"].append(size / loading)
+        for path in folder.iterdir():
+            shutil.rmtree(path)
+    disk = Series(rates["dd"][1:])
+    print(f"{folder}: dd {disk.rate / 1e9:.2f} GB/s")
+    for name in ("dump", "load"):
+        own = Series(rates[name][1:])
+        print(f"  {name} {own.rate / 1e9:.2f} GB/s, {ratio(own, disk)} of dd{asked}")
+
+
+def measure(folder: Path, pairs: int, num_bytes: int) -> None:
+    signs = np.random.default_rng(0).permutation(NUM_BLOCKS * BLOCK_ROWS) << 40
+    blocks = [
+        block(part, dim=DIM, words=DIM, seed=number)
+        for number, part in enumerate(np.split(signs, NUM_BLOCKS))
+    ]
+    storage = LocalStorage(folder / "job")
+    parts: list[Part] = []
+
+    def dump() -> None:
         with PartWriter(storage, "id") as writer:
             for number in range(num_bytes // blocks[0].num_bytes):
                 writer.add("table0", blocks[number % NUM_BLOCKS])
-            parts = list(writer.finish())
-        dumped = time.perf_counter() - start
-        forget(folder)
-        start = time.perf_counter()
+            parts[:] = writer.finish()
+
+    def load() -> None:
         for _block in read_ahead(storage, parts):
             pass
-        loaded = time.perf_counter() - start
-        size = sum(part.num_bytes for part in parts)
-        rates["dump"].append(size / dumped)
-        rates["load"].append(size / loaded)
-        shutil.rmtree(folder / "id")
-    report(str(folder), rates)
 
-
-def report(title: str, rates: dict[str, list[float]], asked: str = "") -> None:
-    """Print rates in bytes a second, and their parts of dd's."""
-    disk = Series(rates["dd"])
-    print(f"{title}: dd {disk.rate / 1e9:.2f} GB/s")
-    for name in ("dump", "load"):
-        own = Series(rates[name])
-        print(f"  {name} {own.rate / 1e9:.2f} GB/s, {ratio(own, disk)} of dd{asked}")
+    against_dd(folder, pairs, dump, load)
 
 
 def main() -> None:

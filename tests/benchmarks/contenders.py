@@ -19,13 +19,12 @@ from persia._rpc.messages import (
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, GlobalConfig
-from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, raw_ids
+from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, all_ids, check_resident
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ADAGRAD = {"name": "adagrad", "lr": LR, "initial_accumulator_value": ACCUMULATOR}
-PREFILL = 500_000  # ids at a time
 
 
 class Persia:
@@ -67,13 +66,11 @@ class Persia:
         options = {key: value for key, value in optimizer.items() if key != "name"}
         self._worker.register_optimizer(OptimizerSettings(optimizer["name"], options))
         self._batch_id = 0
-        for number, size in enumerate(table_sizes):
-            for first in range(0, size, PREFILL):
-                self.insert(number, raw_ids(np.arange(first, min(first + PREFILL, size))))
-        expected = sum(table_sizes)
+        for number, ids in all_ids(table_sizes):
+            self.insert(number, ids)
         # A shard evicts when its part of the capacity is full.
-        if capacity is None and self.num_rows != expected:
-            raise RuntimeError(f"expected {expected} rows resident, got {self.num_rows}")
+        if capacity is None:
+            check_resident(self.num_rows, table_sizes)
 
     @property
     def num_rows(self) -> int:

@@ -24,6 +24,7 @@ from tests.benchmarks.workload import (
     Batch,
     Contender,
     Step,
+    check_resident,
     raw_ids,
     sizes,
 )
@@ -272,9 +273,7 @@ class Tfra:
             self._train(
                 tf.constant(keys), tf.constant(places), tf.zeros([len(keys), DIM], tf.float32)
             )
-        held = int(table.size().numpy())
-        if held != num_rows:
-            raise RuntimeError(f"expected {num_rows} rows resident, got {held}")
+        check_resident(int(table.size().numpy()), sizes(quick))
 
     def _inputs(self, batch: Batch) -> tuple[Any, Any]:
         ends = np.append(batch.merged_offsets[1:], batch.num_ids)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from persia._rpc.curve import make_keys
-from tests.benchmarks.interleaved import parser, row, table
+from tests.benchmarks.interleaved import Series, parser, ratio, row, table
 from tests.benchmarks.local.dlrm import SLOTS, TIMED
 from tests.benchmarks.workload import BATCH, sizes
 from tests.support.processes import ROOT, Cluster
@@ -60,21 +60,17 @@ def run(mode: str, arguments: Sequence[str]) -> Measured:
     settings = {"embedding_worker_config": {"forward_buffer_size": 1000}}
     with Cluster({"slots_config": SLOTS}, settings, environment=variables) as job:
         train = [str(HERE / "train.py"), *arguments]
-        environment = job.environment
-        if mode not in GUARDED:
-            environment = {
-                name: value
-                for name, value in environment.items()
-                if name in variables or name not in job.variables
-            }
         if mode == "keys":
             make_keys(job.place / "keys")
             job.variables["PERSIA_KEYS"] = str(job.place / "keys")
+        environment = job.environment
         if mode in GUARDED:
             job.start_servers()
             job.start_loaders(HERE / "data_loader.py", 1, *arguments)
-            environment = job.environment
             train = ["-m", "persia.launcher", "nn-worker", *train]
+        else:
+            for name in job.variables.keys() - variables.keys():
+                environment.pop(name)
         words = [sys.executable, *train, *(["--dense"] if mode == "dense" else [])]
         how: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True}
         with (job.place / "trainer.log").open("w") as log:
@@ -101,27 +97,25 @@ def middle(values: Iterable[float]) -> str:
     return f"{statistics.median(values):.2f}"
 
 
-def spread(own: Iterable[float], other: Iterable[float]) -> str:
-    """Return the median of the ratios run by run, the least and the greatest."""
-    ratios = sorted(one / two for one, two in zip(own, other, strict=True))
-    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-
-
 def by_role(runs: list[Measured]) -> str:
     return ", ".join(f"{role} {middle(run.cpu[role] for run in runs)}" for role in runs[0].cpu)
 
 
-def report(runs: dict[str, list[Measured]]) -> list[str]:
+def report(runs: dict[str, list[Measured]]) -> list[object]:
     """Return the cells of a table's row."""
-    rates = {mode: [run.samples_per_s / 1e3 for run in own] for mode, own in runs.items()}
-    used = {mode: [sum(run.cpu.values()) for run in own] for mode, own in runs.items()}
-    cells = [*map(middle, rates.values())]
+    rates = {
+        mode: Series([run.samples_per_s / 1e3 for run in own]) for mode, own in runs.items()
+    }
+    used = {mode: Series([sum(run.cpu.values()) for run in own]) for mode, own in runs.items()}
+    cells: list[object] = [f"{own.rate:.2f}" for own in rates.values()]
     if "keys" in runs:
-        cells += [spread(rates["keys"], rates["local"]), *map(middle, used.values())]
-        return [*cells, spread(used["keys"], used["local"]), *map(by_role, runs.values())]
-    cells += [spread(rates["local"], rates["embedded"]), middle(used["dense"])]
+        cells.append(ratio(rates["keys"], rates["local"]))
+        cells += [f"{own.rate:.2f}" for own in used.values()]
+        cells.append(ratio(used["keys"], used["local"]))
+        return [*cells, *map(by_role, runs.values())]
+    cells += [ratio(rates["local"], rates["embedded"]), f"{used['dense'].rate:.2f}"]
     for mode in ("embedded", "local"):
-        cells.append(middle(np.subtract(used[mode], used["dense"]).tolist()))
+        cells.append(middle(np.subtract(used[mode].rates, used["dense"].rates).tolist()))
     return [*cells, by_role(runs["local"])]
 
 

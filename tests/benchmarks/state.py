@@ -17,7 +17,6 @@ before a dump has read them, or by popularity (``zipf``). The lines:
 from __future__ import annotations
 
 import gc
-import shutil
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
-from tests.benchmarks.checkpoints import dd, forget, report, timed
+from tests.benchmarks.checkpoints import against_dd
 from tests.benchmarks.interleaved import parser, pin_malloc
 
 DIM = 16
@@ -175,21 +174,15 @@ def beside(training: Training, folder: str, pairs: int) -> None:
 
 
 def idle(ctx: TrainCtx, parent: str, pairs: int, asked: float) -> None:
-    rates: dict[str, list[float]] = {"dd": [], "dump": [], "load": []}
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as name:
-        folder = Path(name)
-        for number in range(pairs + 1):
-            shutil.rmtree(folder / "job", ignore_errors=True)
-            seconds = timed(lambda: ctx.dump_embedding(folder / "job"))
-            size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-            disk = dd(folder, size)
-            forget(folder)
-            loading = timed(lambda: ctx.load_embedding(folder / "job"))
-            if number:  # the first has the memory of the store and the page cache to get
-                rates["dd"].append(disk)
-                rates["dump"].append(size / seconds)
-                rates["load"].append(size / loading)
-    report(f"idle, {parent}", rates, f" (asked: at least {asked})")
+        job = Path(name) / "job"
+        against_dd(
+            Path(name),
+            pairs,
+            lambda: ctx.dump_embedding(job),
+            lambda: ctx.load_embedding(job),
+            f" (asked: at least {asked})",
+        )
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from persia._rpc.messages import AnyArray, NamedArray
 from persia._rpc.methods import role_of
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
-from tests.benchmarks.interleaved import Series, interleave, parser, row, table
+from tests.benchmarks.interleaved import interleave, parser, ratio, row, table
 
 TRANSPORTS = ("ipc", "tcp")
 CONTENDERS = ("ours", "keys", "bare")
@@ -186,19 +186,13 @@ def calls_of_threads(
     list(pool.map(ask, [num_calls // load.in_flight] * load.in_flight))
 
 
-def spread(own: Series, other: Series) -> list[float]:
-    """Return the median of the ratios, the worst and the best."""
-    ratios = np.divide(own.rates, other.rates).tolist()
-    return [statistics.median(ratios), min(ratios), max(ratios)]
-
-
 def measure(
     asks: dict[str, Callable[[int], None]],
     times: int,
     num_calls: int,
     cpu: Callable[[], float],
-) -> dict[str, Any]:
-    """Run all in turn; medians over the repetitions, by contender."""
+) -> list[object]:
+    """Run all in turn; returns the cells of a row, medians over the repetitions."""
     used: dict[str, list[float]] = {name: [] for name in asks}
 
     def turn(name: str) -> float:
@@ -210,16 +204,16 @@ def measure(
         return rate
 
     series = interleave({name: functools.partial(turn, name) for name in asks}, times, warm=0)
-    return {
-        "calls_per_s": {name: own.rate for name, own in series.items()},
-        "cpu_us_per_call": {name: statistics.median(values) for name, values in used.items()},
-        "to_bare": spread(series["ours"], series["bare"]),
-        "keys_to_ours": spread(series["keys"], series["ours"]),
-    }
+    return [
+        *(f"{series[name].rate:.0f}" for name in CONTENDERS),
+        ratio(series["ours"], series["bare"]),
+        ratio(series["keys"], series["ours"]),
+        *(f"{statistics.median(used[name]):.0f}" for name in CONTENDERS),
+    ]
 
 
-def measure_transport(kind: str, times: int, share: float) -> Iterator[dict[str, Any]]:
-    """Measure every load over one transport."""
+def measure_transport(kind: str, times: int, share: float) -> None:
+    """Print a row for every load over one transport."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_keys(directory)
@@ -246,29 +240,7 @@ def measure_transport(kind: str, times: int, share: float) -> Iterator[dict[str,
             }
             asks["bare"] = functools.partial(bare_calls, dealer, array, load)
             cpu = lambda: cpu_seconds() + clients["ours"].call("cpu_seconds")  # noqa: E731
-            found = measure(asks, times, num_calls, cpu)
-            yield {"transport": kind, "load": load.title, **found}
-
-
-def wire(quick: bool, transports: list[str], times: int) -> list[dict[str, Any]]:
-    """Measure every load over every transport and print the table."""
-    cells: list[dict[str, Any]] = []
-    for kind in transports:
-        print(f"measuring the wire over {kind}", file=sys.stderr)
-        cells += measure_transport(kind, times, 0.1 if quick else 1.0)
-    table(
-        "Calls that return their array, against bare pyzmq ROUTER/DEALER",
-        *("transport", "load", "calls/s", "with keys", "bare", "times bare (range)"),
-        *("keys / without (range)", "CPU us a call", "with keys", "bare"),
-    )
-    for cell in cells:
-        row(
-            *(cell["transport"], cell["load"]),
-            *(f"{cell['calls_per_s'][name]:.0f}" for name in CONTENDERS),
-            *("{:.2f} ({:.2f}..{:.2f})".format(*cell[x]) for x in ("to_bare", "keys_to_ours")),
-            *(f"{cell['cpu_us_per_call'][name]:.0f}" for name in CONTENDERS),
-        )
-    return cells
+            row(kind, load.title, *measure(asks, times, num_calls, cpu))
 
 
 def main() -> None:
@@ -279,8 +251,14 @@ def main() -> None:
     args = options.parse_args()
     if args.serve:
         run_server(Path(args.serve[0]), json.loads(args.serve[1]))
-    else:
-        wire(args.quick, args.transports, args.pairs or 9)
+        return
+    table(
+        "Calls that return their array, against bare pyzmq ROUTER/DEALER",
+        *("transport", "load", "calls/s", "with keys", "bare", "times bare [95 %]"),
+        *("keys / without [95 %]", "CPU us a call", "with keys", "bare"),
+    )
+    for kind in args.transports:
+        measure_transport(kind, args.pairs or 9, 0.1 if args.quick else 1.0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ the ids of a row are the same in both. Every pattern has 4096 samples of 26 feat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +38,18 @@ def raw_ids(rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     spread = rows.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     ids: NDArray[np.uint64] = np.bitwise_and(spread, np.uint64(2**56 - 1))
     return ids
+
+
+def all_ids(table_sizes: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    """Yield the ids of all rows, at most half a million of one feature at a time."""
+    for number, size in enumerate(table_sizes):
+        for first in range(0, size, 500_000):
+            yield number, raw_ids(np.arange(first, min(first + 500_000, size)))
+
+
+def check_resident(num_rows: int, table_sizes: Sequence[int]) -> None:
+    if num_rows != sum(table_sizes):
+        raise RuntimeError(f"expected {sum(table_sizes)} rows resident, got {num_rows}")
 
 
 @dataclass(frozen=True)

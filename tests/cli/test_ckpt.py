@@ -30,9 +30,8 @@ def test_inspect(tmp_path: Path) -> None:
         f"also here: full {base.id} of step 3",
     ):
         assert line in ran.output
-    held = joined(
-        b for p, b in rows_of_chain(LocalStorage(tmp_path), chain(tmp_path)) if b.dim == 4
-    )
+    storage = LocalStorage(tmp_path)
+    held = joined(b for p, b in rows_of_chain(storage, chain(storage)) if b.dim == 4)
     norms = np.linalg.norm(held.values.astype(np.float64), axis=1)
     biggest = norms[held.signs >> np.uint64(SHIFT) == 2].max()
     assert f"norm {biggest:.4g}" in ran.output
@@ -128,11 +127,11 @@ def test_reshard(tmp_path: Path) -> None:
     checkpoint(tmp_path / "a")
     ran = run("reshard", tmp_path / "a", tmp_path / "b", "--servers", 5)
     assert ran.exit_code == 0
-    manifest = load(tmp_path / "b")
+    manifest = load(LocalStorage(tmp_path / "b"))
     assert (manifest.num_servers, manifest.num_rows) == (5, 150)
     assert {part.server for part in manifest.parts} == set(range(5))
     one, two = (
-        rows_of(rows for _, rows in rows_of_chain(LocalStorage(path), chain(path)))
-        for path in (tmp_path / "a", tmp_path / "b")
+        rows_of(rows for _, rows in rows_of_chain(storage, chain(storage)))
+        for storage in (LocalStorage(tmp_path / "a"), LocalStorage(tmp_path / "b"))
     )
     assert one == two

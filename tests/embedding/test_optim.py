@@ -46,25 +46,36 @@ def test_defaults(optimizer: Optimizer) -> None:
     assert settings.options == DEFAULTS[settings.name]
 
 
-def test_w14_every_option_is_sent() -> None:
-    assert SGD(0.5, momentum=0.9, weight_decay=0.01).settings() == OptimizerSettings(
-        "sgd", {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
-    )
-    assert Adam(0.5, (0.8, 0.9), 0.01, 1e-6).settings() == OptimizerSettings(
-        "adam", {"lr": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.01}
-    )
-    assert Adagrad(0.5, 1e-8, 0.01, 0.99, 1e-6, True, True).settings() == OptimizerSettings(
-        "adagrad",
-        {
-            "lr": 0.5,
-            "initial_accumulator_value": 1e-8,
-            "weight_decay": 0.01,
-            "g_square_momentum": 0.99,
-            "eps": 1e-6,
-            "vectorwise_shared": True,
-            "original_order": True,
-        },
-    )
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (SGD(1, momentum=2, weight_decay=4), {"lr": 1, "momentum": 2}),
+        (Adam(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (RowwiseAdam(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (RMSprop(1, 0.2, 3, 4, 5), {"lr": 1, "alpha": 0.2, "eps": 3, "momentum": 5}),
+        (FTRL(1, 2, 3, 5, 4), {"lr": 1, "l1": 2, "l2": 3, "beta": 5}),
+        (Lion(1, (0.2, 0.3), 4), {"lr": 1, "beta1": 0.2, "beta2": 0.3}),
+        (
+            Adagrad(1, 2, 4, 3, 5, True, True),
+            {
+                "lr": 1,
+                "initial_accumulator_value": 2,
+                "g_square_momentum": 3,
+                "eps": 5,
+                "vectorwise_shared": True,
+                "original_order": True,
+            },
+        ),
+    ],
+)
+def test_w14_every_option_is_sent(optimizer: Optimizer, options: dict[str, Any]) -> None:
+    settings = optimizer.settings()
+    assert settings == OptimizerSettings(optimizer.name, options | {"weight_decay": 4})
+
+
+def test_rowwise_adagrad_is_adagrad_with_one_sum_per_row() -> None:
+    shared = RowwiseAdagrad(1, 2, 3, 4).settings()
+    assert shared == Adagrad(1, 2, 3, 1, 4, vectorwise_shared=True).settings()
 
 
 OF_BETAS: tuple[Any, ...] = (RowwiseAdam, Lion)
@@ -126,18 +137,6 @@ NEW = [RowwiseAdam(), RMSprop(), FTRL(), Lion()]
 @pytest.mark.parametrize("optimizer", NEW)
 def test_defaults_are_the_cores(optimizer: Optimizer) -> None:
     assert optimizer.settings().options == OPTIONS[optimizer.name]
-
-
-def test_w14_every_option_of_the_others_is_sent() -> None:
-    for optimizer, options in (
-        (RowwiseAdam(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
-        (RMSprop(1, 0.2, 3, 4, 5), {"lr": 1, "alpha": 0.2, "eps": 3, "momentum": 5}),
-        (FTRL(1, 2, 3, 5, 4), {"lr": 1, "l1": 2, "l2": 3, "beta": 5}),
-        (Lion(1, (0.2, 0.3), 4), {"lr": 1, "beta1": 0.2, "beta2": 0.3}),
-    ):
-        assert optimizer.settings().options == options | {"weight_decay": 4}
-    shared = RowwiseAdagrad(1, 2, 3, 4).settings()
-    assert shared == Adagrad(1, 2, 3, 1, 4, vectorwise_shared=True).settings()
 
 
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad(), *NEW])

@@ -272,7 +272,7 @@ def test_what_is_published_loads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint"):
         load(storage)
     publish(storage, first)
-    assert load(storage) == load(tmp_path / "a" / "b", first.id) == first
+    assert load(storage) == load(LocalStorage(tmp_path / "a" / "b"), first.id) == first
     later = written(storage)
     assert load(storage) == first
     publish(storage, later)

@@ -165,7 +165,8 @@ def test_changes_are_written_below_a_root_too(place: Path, monkeypatch: Monkey) 
 def test_local_files_need_no_fsspec() -> None:
     program = (
         "import sys; sys.modules['fsspec'] = None; from persia._files import catalog, rows; "
-        "assert catalog.ids('/nowhere') == []"
+        "from persia._files.open import open_storage; "
+        "assert catalog.ids(open_storage('/nowhere')) == []"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
 

@@ -23,12 +23,11 @@ from persia._files.parts import (
     read_ahead,
     read_deleted,
     read_part,
-    write_columns,
     write_deleted,
     write_file,
 )
 from persia._files.storage import LocalStorage
-from persia._files.tensors import Column
+from persia._files.tensors import Column, encode
 from persia.errors import CheckpointError
 from tests.files.support import block, parts_of, rows_of
 
@@ -71,7 +70,7 @@ def test_signs_are_found_wherever_windows_end(storage: LocalStorage, num_rows: i
     if num_rows == 0:  # as others may write one
         empty = {key: np.zeros_like(a)[:0] for key, a in zip(NAMES, rows.arrays, strict=True)}
         columns = {key: Column.of(a) for key, a in empty.items()}
-        file = write_columns(storage, "id/empty", columns, {})
+        file = write_file(storage, "id/empty", encode(columns, {}))
         part = dataclasses.replace(part, **dataclasses.asdict(file), num_rows=0)
     assert check_part(storage, part).tolist() == read_part(storage, part).signs.tolist()
     assert part.num_rows == num_rows
@@ -106,7 +105,7 @@ def test_w50_other_arrays_than_a_part_has_are_an_error(
     (part,) = parts_of(storage, rows)
     arrays = dict(zip(NAMES, rows.arrays, strict=True)) | change
     columns = {key: Column.of(a) for key, a in arrays.items() if a is not None}
-    file = write_columns(storage, "id/other", columns, {})
+    file = write_file(storage, "id/other", encode(columns, {}))
     fails(dataclasses.replace(part, **dataclasses.asdict(file)), message)
 
 

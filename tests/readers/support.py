@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,16 @@ def bytes_of(batches: Iterable[PersiaBatch]) -> list[bytes]:
     return [batch.to_bytes() for batch in batches]
 
 
+def check_exact(reader: Any) -> list[bytes]:
+    """A run that continues gets exactly the rest, from every batch on; returns all of them."""
+    whole = bytes_of(reader)
+    for first in range(len(whole) + 2):
+        assert bytes_of(reader.iter_from(first)) == whole[first:]
+    return whole
+
+
 def ids_of(batch: PersiaBatch, name: str) -> list[list[int]]:
     """The ids of each sample of a feature."""
     (feature,) = (each for each in batch.features if each.name == name)
-    distinct, inverse, *rest = feature.parts()
-    values = distinct[inverse]
-    offsets: Any = rest[0] if rest else range(len(values) + 1)
-    return [
-        [int(value) for value in values[int(i) : int(j)]]
-        for i, j in itertools.pairwise(offsets)
-    ]
+    values = feature.distinct[feature.inverse]
+    return [ids.tolist() for ids in np.split(values, np.cumsum(feature.lengths())[:-1])]

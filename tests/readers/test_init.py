@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import persia.readers
-from tests.meta.sources import ROOT
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+from tests.support.processes import ROOT, run
 
 
 def test_the_reference_has_all_of_it() -> None:
@@ -30,14 +17,15 @@ def test_the_reference_has_all_of_it() -> None:
 
 def test_a_data_loader_loads_no_torch() -> None:
     ran = run(
+        "-c",
         "import sys, persia\n"
         "assert persia.readers.Columns(['user']).names == ['user']\n"
-        "assert not {'torch', 'datasets'} & sys.modules.keys()\n"
+        "assert not {'torch', 'datasets'} & sys.modules.keys()\n",
     )
     assert ran.returncode == 0, ran.stderr
 
 
 def test_without_pyarrow_it_says_what_to_install() -> None:
-    ran = run("import sys; sys.modules['pyarrow'] = None; import persia.readers")
+    ran = run("-c", "import sys; sys.modules['pyarrow'] = None; import persia.readers")
     last = ran.stderr.strip().splitlines()[-1]
     assert last == "ImportError: persia.readers needs pyarrow: pip install pyarrow"

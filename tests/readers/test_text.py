@@ -12,7 +12,7 @@ import pytest
 from persia.errors import ConfigError, DataError, DataTypeError
 from persia.readers import Columns, CriteoReader, CsvReader
 from persia.readers._text import NULLS
-from tests.readers.support import bytes_of, ids_of, rows_of
+from tests.readers.support import bytes_of, check_exact, ids_of, rows_of
 
 NUM_LINES = 60
 
@@ -45,9 +45,7 @@ def test_a_run_that_continues_gets_exactly_the_rest(log: Path, size: int) -> Non
     seen: list[int] = []
     for index in range(size):
         reader = CriteoReader(log, 7, block_bytes=500, shuffle_seed=2, shard=(index, size))
-        whole = bytes_of(reader)
-        for first in range(len(whole) + 1):
-            assert bytes_of(reader.iter_from(first)) == whole[first:]
+        check_exact(reader)
         seen += rows_of(reader)
     assert seen != sorted(seen)
     assert sorted(seen) == list(range(NUM_LINES))
@@ -190,21 +188,12 @@ def test_ids_are_said_and_asked_for(path: Path, caplog: pytest.LogCaptureFixture
         assert not caplog.text
     for field in ("1.5", ""):
         path.write_text(f"user,click\n{field},1\n")
-        with pytest.raises(DataTypeError, match=r"; types={'user': 'uint64'} says what it is"):
+        with pytest.raises(DataTypeError, match=r"'user' for ids: .*; types= says what"):
             CsvReader(path, Columns(["user"], labels=["click"]), 8)
     path.write_text("user,click\n" + "".join(f"{null},1\n" for null in NULLS) + "7,0\n")
     (batch,) = CsvReader(path, Columns(["user"], labels=["click"]), 99)
     assert ids_of(batch, "user") == [[]] * len(NULLS) + [[7]]
     assert {"N/A", "NA", "None", r"\N"} <= {*NULLS}
-
-
-def test_what_is_no_csv_says_what_it_is(path: Path) -> None:
-    path.write_text("user,age,user\n1,2,3\n")
-    with pytest.raises(DataError, match="each column once in the header, got 'user' twice"):
-        CsvReader(path, Columns(["user"]), 8)
-    path.write_bytes(b"PAR1" + bytes(99))
-    with pytest.raises((ConfigError, DataError)):
-        CsvReader(path, Columns(["user"]), 8)
 
 
 def test_types_that_are_said(path: Path) -> None:
@@ -228,9 +217,13 @@ def test_csv_what_is_no_such_text_is_named(path: Path, tmp_path: Path) -> None:
     reader = read(path)
     with pytest.raises(DataError, match=r"clicks\.csv.*types= gives, got: .*'A7'"):
         list(reader.iter_from(reader.num_batches() - 2))
-    for wrong in (b"", b"user,age\n1,2,3\n"):
+    for wrong, message in (
+        (b"", "expected a header and lines, got"),
+        (b"user,age\n1,2,3\n", "expected a header and lines, got"),
+        (b"user,age,user\n1,2,3\n", "each column once in the header, got 'user' twice"),
+    ):
         path.write_bytes(wrong)
-        with pytest.raises(DataError, match=r"clicks\.csv: expected a header and lines, got"):
+        with pytest.raises(DataError, match=rf"clicks\.csv: .*{message}"):
             read(path)
 
 

@@ -43,15 +43,15 @@ def test_changes_are_written_as_training_goes_on(tmp_path: Path) -> None:
         train(worker, number, 1)
         for server in servers:
             server.flush_changes()
-        kinds.append(catalog.load(str(tmp_path / "s0")).kind)
+        kinds.append(catalog.load(LocalStorage(tmp_path / "s0")).kind)
     for server in servers:
         server.close()
     assert kinds[:2] == ["full", "delta"]
     assert "full" in kinds[2:]  # once the deltas are as large as the first was
     # What is left is the last full one and what leads to the one before it.
-    assert len(catalog.ids(str(tmp_path / "s0"))) < 6
+    assert len(catalog.ids(LocalStorage(tmp_path / "s0"))) < 6
     loader, fresh = load_changes(tmp_path, servers)
-    for manifest in catalog.ids(str(tmp_path / "s1")):
+    for manifest in catalog.ids(LocalStorage(tmp_path / "s1")):
         (tmp_path / "s1" / f"{manifest}.json").unlink()
     with pytest.raises(CheckpointError, match="s1 is missing"):
         loader.verify("", str(tmp_path), None)
@@ -67,7 +67,7 @@ def test_packets_can_be_read_whatever_became_of_the_one_before(tmp_path: Path) -
     server.register_optimizer(OptimizerSettings(ADAGRAD.name, {**ADAGRAD.options, "lr": 1.0}))
     train(worker, 1, 1)
     server.flush_changes()
-    assert len(catalog.chain(str(tmp_path / "s0"))) == 1
+    assert len(catalog.chain(LocalStorage(tmp_path / "s0"))) == 1
     # What a packet that failed had is written in the end, though nothing comes after it.
     train(worker, 2, 1)
     (tmp_path / "s0").rename(tmp_path / "kept")
@@ -114,7 +114,7 @@ def test_packets_come_by_themselves(tmp_path: Path) -> None:
     worker = make_worker(servers)
     for number in range(3):
         train(worker, number, 1)
-        until(lambda: len(catalog.ids(tmp_path / "s0")) > number)  # noqa: B023
+        until(lambda: len(catalog.ids(LocalStorage(tmp_path / "s0"))) > number)  # noqa: B023
     server.close()
     load_changes(tmp_path, servers)
 
@@ -199,7 +199,7 @@ def test_no_packet_is_written_in_a_load(tmp_path: Path, monkeypatch: Monkey) -> 
     ):
         server.flush_changes()
     server.close()
-    url = below(str(tmp_path / "changes"), "s0")
-    assert catalog.load(url).kind == "full"  # the changes before the load mean nothing now
+    storage = LocalStorage(below(str(tmp_path / "changes"), "s0"))
+    assert catalog.load(storage).kind == "full"  # the changes before the load mean nothing now
     monkeypatch.undo()
     load_changes(tmp_path / "changes", [server])

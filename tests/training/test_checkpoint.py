@@ -245,7 +245,8 @@ def test_dense_files_are_there_under_their_names_too(tmp_path: Path) -> None:
             ctx.dump_checkpoint(tmp_path, with_jit_model=True)
         with pytest.raises(CheckpointError, match=r"dense\.pt .*m\.pt"):
             ctx.load_checkpoint(tmp_path)
-    assert {"m.pt", "opt.pt", "jit_dense.pt"} <= catalog.load(str(tmp_path)).files.keys()
+    found = catalog.load(LocalStorage(tmp_path)).files
+    assert {"m.pt", "opt.pt", "jit_dense.pt"} <= found.keys()
 
 
 def test_embeddings_alone(tmp_path: Path) -> None:
@@ -315,19 +316,19 @@ def test_jobs_that_dump_in_turn_do_not_remove_each_others_checkpoints(tmp_path: 
     with make_ctx() as other:
         with make_ctx() as ctx:
             ctx.dump_checkpoint(tmp_path)
-            kept = catalog.ids(tmp_path)
+            kept = catalog.ids(LocalStorage(tmp_path))
             with eval_ctx(model=ctx.model) as evaluation:  # is part of the job
                 evaluation.dump_checkpoint(tmp_path, keep_last=2)
-            assert catalog.ids(tmp_path)[0] == kept[0]
+            assert catalog.ids(LocalStorage(tmp_path))[0] == kept[0]
         with make_ctx() as ctx:  # that one has ended
             ctx.dump_checkpoint(tmp_path, blocking=False)
             ctx.wait_for_dump_embedding()
-            kept = catalog.ids(tmp_path)
+            kept = catalog.ids(LocalStorage(tmp_path))
             with pytest.raises(CheckpointError, match="is writing here"):
                 other.dump_checkpoint(tmp_path)
-            assert catalog.ids(tmp_path) == kept
+            assert catalog.ids(LocalStorage(tmp_path)) == kept
         other.dump_checkpoint(tmp_path)
-        assert catalog.ids(tmp_path) != kept
+        assert catalog.ids(LocalStorage(tmp_path)) != kept
 
 
 def test_w43_an_infer_ctx_is_entered_and_loads(tmp_path: Path) -> None:

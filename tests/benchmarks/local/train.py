@@ -31,9 +31,7 @@ from tests.benchmarks.local.dlrm import (
     parse,
     raw_batches,
 )
-from tests.benchmarks.workload import BATCH, DIM, LR, raw_ids, sizes
-
-FILL = 250_000  # ids at a time
+from tests.benchmarks.workload import BATCH, DIM, LR, all_ids, check_resident, sizes
 
 
 def marked(batches: Iterable[Any]) -> Iterator[Any]:
@@ -51,15 +49,11 @@ def marked(batches: Iterable[Any]) -> Iterator[Any]:
 
 def fill(ctx: TrainCtx, quick: bool) -> None:
     """Give every id its row, by lookups that no update follows."""
-    for number, size in enumerate(sizes(quick)):
-        for first in range(0, size, FILL):
-            ids = raw_ids(np.arange(first, min(first + FILL, size)))
-            feature = IDTypeFeatureWithSingleID(f"feature_{number}", ids)
-            label = Label(np.zeros((len(ids), 1), np.float32))
-            ctx.get_embedding_from_data(PersiaBatch([feature], labels=[label]))
-    expected, held = sum(sizes(quick)), sum(ctx.get_embedding_size())
-    if held != expected:
-        raise RuntimeError(f"expected {expected} rows, got {held}")
+    for number, ids in all_ids(sizes(quick)):
+        feature = IDTypeFeatureWithSingleID(f"feature_{number}", ids)
+        label = Label(np.zeros((len(ids), 1), np.float32))
+        ctx.get_embedding_from_data(PersiaBatch([feature], labels=[label]))
+    check_resident(sum(ctx.get_embedding_size()), sizes(quick))
 
 
 def train(options: argparse.Namespace) -> None:
