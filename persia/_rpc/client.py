@@ -29,16 +29,7 @@ from persia import env
 from persia._metrics.timings import CallTimings
 from persia._rpc.codec import ErrorOrigin, error_from_body
 from persia._rpc.deadlines import caller_deadline
-from persia._rpc.frame import (
-    LIMITS,
-    Call,
-    Failure,
-    Limits,
-    Reply,
-    UnreadableFrame,
-    decode,
-    encode,
-)
+from persia._rpc.frame import Call, Failure, Reply, UnreadableFrame, decode, encode
 from persia._rpc.methods import HELLO, Hello, Method, Role
 from persia._rpc.transport import Outgoing, Parts, Waiter
 from persia.errors import (
@@ -70,8 +61,6 @@ _LONGEST_PAUSE_S = 0.5
 # A generator of its own: a script's draws must not depend on how busy a server is.
 _jitter = random.Random()
 
-_MAX_TIMEOUT_MS = (1 << 32) - 1
-
 # Seconds that a message may take to a busy process.
 _TRANSIT_S = 0.02
 
@@ -79,17 +68,11 @@ _TRANSIT_S = 0.02
 class Client:
     """Calls one server; any number of threads may call it at a time.
 
-    Args:
-        transport: Makes the connection.
-        address: Where the server listens; ConfigError if it cannot be read.
-        role: The methods.
-        replica: The server's index if known; else taken from the first ``hello``.
-        timeout_s: Seconds of a call; ``PERSIA_RPC_TIMEOUT`` if not given.
-        attempt_s: Seconds of one attempt.
-        on_restart: Called when a new process answers at the address, by one thread that called
-            it, before any call that noticed goes on. It may call this client. A call that the
-            new process refused with NotConfigured is then made once more.
-        limits: Bounds of a message.
+    Without ``replica``, the server's index, that is taken from the first ``hello``; without
+    ``timeout_s`` a call has ``PERSIA_RPC_TIMEOUT``. When a new process answers at the address,
+    one of the threads that called it calls ``on_restart``, which may call this client, before
+    any call that noticed goes on. A call that the new process refused with NotConfigured is
+    then made once more.
     """
 
     def __init__(
@@ -102,15 +85,14 @@ class Client:
         timeout_s: float | None = None,
         attempt_s: float = ATTEMPT_S,
         on_restart: Callable[[], None] | None = None,
-        limits: Limits = LIMITS,
     ) -> None:
         self._transport = transport
-        self._role = role
+        self.role = role.name
+        self._methods = role.methods
         self.replica = replica  # the server's index; None before it has answered
         self._timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
         self._attempt_s = attempt_s
         self._on_restart = on_restart
-        self._limits = limits
         self.timings = CallTimings()
         self._lock = threading.Lock()  # guards the next six, and a pending call's state
         self._sent_bytes = 0
@@ -124,7 +106,7 @@ class Client:
         self._closed = threading.Event()
         # Reentrant: on_restart calls this client, whose answers come from the new process too.
         self._restart_lock = threading.RLock()  # guards the next two
-        self._incarnation: int | None = None  # that on_restart has been called for
+        self.incarnation: int | None = None  # of the process that on_restart was called for
         self._new_incarnation: int | None = None  # that it is being called for
         self._channel = transport.connect(address)
         self._channel.start(self._on_message, self._on_lost)
@@ -134,19 +116,9 @@ class Client:
         """Where the server listens."""
         return self._channel.address
 
-    @property
-    def incarnation(self) -> int | None:
-        """The server process that answered last; None before the first answer."""
-        return self._incarnation
-
-    @property
-    def role(self) -> str:
-        """The server's role."""
-        return self._role.name
-
     def origin(self, method: str) -> ErrorOrigin:
         """Return the server as errors of a call of ``method`` name it."""
-        return ErrorOrigin(self._role.name, self.replica, self.address, method)
+        return ErrorOrigin(self.role, self.replica, self.address, method)
 
     def stats(self) -> Mapping[str, int]:
         """Return counts since the start; those that are zero are absent.
@@ -191,9 +163,7 @@ class Client:
     def hello(self, timeout_s: float | None = None) -> Hello:
         """Ask the server for its identity, which it answers however busy it is.
 
-        Raises:
-            ConfigError: If another role or replica answers at the address.
-            ServiceError: If there is no answer in time.
+        ConfigError if another role or replica answers at the address.
         """
         hello: Hello = self.call("hello", timeout_s=timeout_s)
         # From here on calls carry the index, and another replica at the address refuses them.
@@ -212,8 +182,8 @@ class Client:
         return hello
 
     def _check_identity(self, hello: Hello) -> None:
-        if hello.role != self._role.name:
-            raise ConfigError(f"{self.address}: expected {self._role.name}, found {hello.role}")
+        if hello.role != self.role:
+            raise ConfigError(f"{self.address}: expected {self.role}, found {hello.role}")
         if self.replica is not None and hello.replica_index != self.replica:
             raise ConfigError(
                 f"{self.address}: expected {hello.role} {self.replica}, found "
@@ -221,64 +191,26 @@ class Client:
             )
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Call a method and return its result.
+        """Call a method; returns its result, or raises what it raised or the module describes.
 
         Arrays among the arguments are sent from where they are. After an error they may still
-        be on their way: do not change them, or pass copies.
-
-        Raises:
-            DataTypeError: If an argument is not what the role's Protocol declares.
-            ServiceUnavailable: If there is no connection, or it broke in a call that is not
-                repeatable.
-            ServiceTimeout: If no answer came in time.
-            ServiceBusy: If the server refused until the deadline.
-            ProtocolError: If one side cannot read the other.
-            RemoteError: If the method failed with an exception that is not PERSIA's.
-            PersiaError: What the method raised, otherwise.
+        be on their way: do not change them, or pass copies. DataTypeError if an argument is
+        not what the role's Protocol declares.
         """
         return self.begin(method, *arguments, timeout_s=timeout_s).result()
 
     def begin(
         self, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> PendingCall:
-        """Begin a call as ``call`` makes it; it must be asked for its result or cancelled.
-
-        Raises:
-            DataTypeError: If an argument is not what the Protocol declares.
-            ProtocolError: If it exceeds what a message can carry.
-        """
+        """Begin a call as ``call`` makes it; it must be asked for its result or cancelled."""
         # Of this version's table; the server may have another, and then answers ProtocolError.
-        known_method = self._role.methods.get(method)
+        known_method = self._methods.get(method)
         if known_method is None:
-            raise InternalError(f"{self._role.name} has no method {method!r}")
+            raise InternalError(f"{self.role} has no method {method!r}")
         self._count("calls")
         return PendingCall(self, known_method, arguments, timeout_s)
 
     # --- for pending calls ------------------------------------------------------------------
-
-    def _enter(self, pending: PendingCall) -> int:
-        """Return the id by which the answer comes."""
-        with self._lock:
-            call_id = next(self._ids)
-            self._pending[call_id] = pending
-            pending.answer = pending.outgoing = pending.channel = None
-            pending.is_lost = False
-        return call_id
-
-    def _leave(self, call_id: int) -> None:
-        with self._lock:
-            self._pending.pop(call_id, None)
-
-    def _begin_attempt(self, pending: PendingCall, outgoing: Outgoing) -> ZmqChannel:
-        """Note an attempt; returns the channel to send it on."""
-        num_bytes = sum(map(len, outgoing.parts))
-        with self._lock:
-            self._sent_bytes += num_bytes
-            # A loss of the attempt before no longer counts.
-            pending.is_lost = False
-            pending.outgoing = outgoing
-            pending.channel = self._channel
-            return self._channel
 
     def _log_waiting(self, method: str, was_sent: bool) -> None:
         with self._lock:
@@ -294,14 +226,14 @@ class Client:
     def _handle_restart(self, incarnation: int) -> None:
         """Call ``on_restart`` once for each new process, before any call goes on."""
         # Without the lock: the usual case, and reading one reference is atomic under the GIL.
-        if incarnation == self._incarnation:
+        if incarnation == self.incarnation:
             return
         with self._restart_lock:
             # Handled by another thread meanwhile, or by this one: on_restart is what made this
             # call.
-            if incarnation in (self._incarnation, self._new_incarnation):
+            if incarnation in (self.incarnation, self._new_incarnation):
                 return
-            is_restart = self._incarnation is not None
+            is_restart = self.incarnation is not None
             self._new_incarnation = incarnation
             try:
                 if is_restart:
@@ -310,7 +242,7 @@ class Client:
                         self._on_restart()
                 # A call that on_restart made may have met, and handled, a still newer process.
                 if self._new_incarnation == incarnation:
-                    self._incarnation = incarnation
+                    self.incarnation = incarnation
             finally:
                 self._new_incarnation = None
 
@@ -324,9 +256,9 @@ class Client:
         try:
             # In the thread that has the turn, often another caller's: must neither wait nor
             # raise.
-            answer = decode(parts, self._limits)
+            answer = decode(parts, self._transport.limits)
             if isinstance(answer, Call):
-                raise UnreadableFrame("call", "expected an answer, got a call", answer.call_id)
+                raise UnreadableFrame("call", "an answer", answer.method, answer.call_id)
         except UnreadableFrame as error:
             # The connection stays usable: messages are framed by ZeroMQ.
             self._count(f"bad.{error.reason}")
@@ -419,11 +351,15 @@ class PendingCall(Waiter):
     def _begin(self) -> None:
         """Send it with a new id."""
         client = self._client
-        self._incarnation_before = client._incarnation
+        self._incarnation_before = client.incarnation
         # Without the index, hello is answered by any server, whose identity is then checked.
         replica = None if self._method is HELLO else client.replica
         self._num_repeats = 0
-        call_id = client._enter(self)
+        with client._lock:
+            call_id = next(client._ids)
+            client._pending[call_id] = self
+            self.answer = self.outgoing = self.channel = None
+            self.is_lost = False
         self._call = Call(call_id, self._method.name, 0, self._body, self._arrays, replica)
         try:
             if client._closed.is_set():
@@ -438,25 +374,32 @@ class PendingCall(Waiter):
         return self._deadline - time.monotonic()
 
     def _send(self) -> None:
-        left = self._left()
+        client, left = self._client, self._left()
         # The server is given less time than is left, by the time in transit: it must not begin
         # a call that its caller no longer awaits, and an error about a deadline must arrive.
         transit_s = min(_TRANSIT_S, left / 20.0)
-        self._call.timeout_ms = min(max(1, int((left - transit_s) * 1000.0)), _MAX_TIMEOUT_MS)
-        outgoing = Outgoing(encode(self._call, self._client._limits))
-        if self._num_repeats:
-            self._client._count("sent_again")
-        self._client._begin_attempt(self, outgoing).send(outgoing)
+        self._call.timeout_ms = max(1, int((left - transit_s) * 1000.0))
+        outgoing = Outgoing(encode(self._call, client._transport.limits))
+        num_bytes = sum(map(len, outgoing.parts))
+        with client._lock:
+            if self._num_repeats:
+                client._counts["sent_again"] += 1
+            client._sent_bytes += num_bytes
+            self.is_lost = False  # a loss of the attempt before no longer counts
+            self.outgoing = outgoing
+            self.channel = channel = client._channel
+        channel.send(outgoing)
 
     def cancel(self) -> None:
         """Stop waiting; a message that was not sent never will be."""
         # First, so that an answer from now on counts as late.
-        self._client._leave(self._call.call_id)
+        with self._client._lock:
+            self._client._pending.pop(self._call.call_id, None)
         if self.outgoing is not None:
             self.outgoing.cancel()
 
     def result(self) -> Any:
-        """Wait for the result and return it; may be called once, and raises as ``call``."""
+        """Wait for the result; may be called once, and raises as ``call``."""
         failed = True
         try:
             result = self._result()
@@ -521,7 +464,7 @@ class PendingCall(Waiter):
 
     def _error(self, cls: type[ServiceError], text: str) -> ServiceError:
         origin = self._client.origin(self._method.name)
-        return cls(f"{origin}: {text}", **origin.fields())
+        return origin.error(cls, f"{origin}: {text}")
 
     def _wait(self) -> Reply | Failure | ServiceError | None:
         """Wait, and send again where that is safe, until there is an answer or no time."""

@@ -1,19 +1,6 @@
 """Messages and exceptions as scalars and arrays; no pickle.
 
-Messages are written by the types that their fields declare:
-
-    what                        in the body
-    None                        nil
-    bool, int, float, str       itself
-    array                       its number among the message's arrays, which come in order
-    dataclass                   list of its fields, in the order they are declared
-    one of several dataclasses  list of the class's name and its fields
-    tuple, list                 list
-    mapping                     map with text as keys
-    FeatureBatch                [name, distinct, inverse, lengths or nil], three arrays; the
-                                last two as u8, u16 or u32, whichever is the narrowest; and
-                                weights behind them if there are any
-
+Messages are written by the types that their fields declare; ``docs/protocol.md`` has the forms.
 The writer is lenient where nothing is lost (a numpy scalar, an int where a float is declared)
 and refuses another dtype with a DataTypeError, as the services do. The reader accepts exactly
 what a writer sends, and names the field that differs in a ProtocolError. Coders are built once
@@ -38,7 +25,7 @@ import numpy as np
 
 from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.frame import DTYPES, Array, shown
+from persia._rpc.frame import DTYPES, Array, unexpected
 from persia.errors import (
     DataError,
     DataTypeError,
@@ -57,7 +44,7 @@ _AXES: dict[str, int | None] = {
     "array": None,
 }
 
-# Of numbers below a known maximum, in the order tried.
+# Of numbers below a known maximum.
 _NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
 
 
@@ -73,19 +60,14 @@ class ArrayReader:
         # In order and once each: two fields must not share one array's memory, as a service may
         # work in place.
         if type(number) is not int or number != self._next or number >= len(self._arrays):
-            raise ProtocolError(
-                f"{where}: expected array {self._next} of {len(self._arrays)}, "
-                f"got {shown(number)}"
-            )
+            raise unexpected(where, f"array {self._next} of {len(self._arrays)}", number)
         self._next += 1
         return self._arrays[number]
 
     def check_all_taken(self, where: str) -> None:
         """Refuse arrays that no field refers to."""
         if self._next != len(self._arrays):
-            raise ProtocolError(
-                f"{where}: expected {self._next} arrays by its fields, got {len(self._arrays)}"
-            )
+            raise unexpected(where, f"{self._next} arrays by its fields", len(self._arrays))
 
 
 class Coder(NamedTuple):
@@ -96,11 +78,7 @@ class Coder(NamedTuple):
 
 
 def coder_of(hint: Any, where: str = "") -> Coder:
-    """Return the coder of a type; an array takes its number of axes from the field ``where``.
-
-    Raises:
-        InternalError: If messages cannot have such a field.
-    """
+    """Return the coder of a type; the field ``where`` says how many axes an array has."""
     origin, arguments = get_origin(hint), get_args(hint)
     # Order matters: bool, int and str are types too, and FeatureBatch is no dataclass.
     if hint in _SCALARS:
@@ -125,19 +103,23 @@ def coder_of(hint: Any, where: str = "") -> Coder:
 # --- scalars ------------------------------------------------------------------------------
 
 
-def _wrong(where: str, expected: str, got: Any) -> ProtocolError:
-    return ProtocolError(f"{where}: expected {expected}, got {shown(got)}")
+def _unfit(where: str, expected: str, value: Any) -> DataTypeError:
+    """Return the error for a value of this process that cannot be written."""
+    return DataTypeError(f"{where}: expected {expected}, got {_kind(value)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} with {value.ndim} dimension(s)"
+    return type(value).__name__
 
 
 def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> Any:
         # bool is a subclass of int: a number must not be a truth value.
-        if not isinstance(value, accepted) or (
-            kind is not bool and isinstance(value, (bool, np.bool_))
-        ):
-            raise DataTypeError(
-                f"{where}: expected {kind.__name__}, got {type(value).__name__}"
-            )
+        is_bool = isinstance(value, (bool, np.bool_))
+        if not isinstance(value, accepted) or is_bool != (kind is bool):
+            raise _unfit(where, kind.__name__, value)
         converted = kind(value)  # msgpack writes no numpy scalars
         if kind is int and not -(1 << 63) <= converted < 1 << 64:
             raise DataTypeError(f"{where}: {converted} does not fit 64 bits")
@@ -146,7 +128,7 @@ def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
         # Exactly: an int where a float is declared would change the arithmetic that follows.
         if type(value) is not kind:
-            raise _wrong(where, kind.__name__, value)
+            raise unexpected(where, kind.__name__, value)
         return value
 
     return Coder(write, read)
@@ -154,7 +136,7 @@ def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
 
 def _write_nothing(value: Any, where: str, arrays: list[Array]) -> None:
     if value is not None:
-        raise DataTypeError(f"{where}: expected None, got {type(value).__name__}")
+        raise _unfit(where, "None", value)
 
 
 _SCALARS: dict[Any, Coder] = {
@@ -174,7 +156,7 @@ def _write_option(value: Any, where: str, arrays: list[Array]) -> Any:
 
 def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
     if type(value) is not bool and type(value) is not float:
-        raise _wrong(where, "float or bool", value)
+        raise unexpected(where, "float or bool", value)
     return value
 
 
@@ -195,21 +177,13 @@ def _array_coder(hints: Sequence[Any], where: str) -> Coder:
     if axes is not None:
         expected = f"{expected} with {axes} dimension(s)"
 
-    def got(array: Any) -> str:
-        if isinstance(array, np.ndarray):
-            return f"{array.dtype} with {array.ndim}"
-        return type(array).__name__
-
     def fits(array: Any) -> bool:
-        return (
-            isinstance(array, np.ndarray)
-            and array.dtype in dtypes
-            and axes in (None, array.ndim)
-        )
+        is_array = isinstance(array, np.ndarray)
+        return is_array and array.dtype in dtypes and axes in (None, array.ndim)
 
     def write(value: Any, where: str, arrays: list[Array]) -> int:
         if not fits(value):
-            raise DataTypeError(f"{where}: expected {expected}, got {got(value)}")
+            raise _unfit(where, expected, value)
         # The array itself, not a copy: ZeroMQ sends from its memory, so it must not change
         # until the call has ended.
         arrays.append(value)
@@ -218,7 +192,7 @@ def _array_coder(hints: Sequence[Any], where: str) -> Coder:
     def read(value: Any, where: str, arrays: ArrayReader) -> Array:
         array = arrays.take(value, where)
         if not fits(array):
-            raise ProtocolError(f"{where}: expected {expected}, got {got(array)}")
+            raise unexpected(where, expected, _kind(array))
         return array
 
     return Coder(write, read)
@@ -227,14 +201,12 @@ def _array_coder(hints: Sequence[Any], where: str) -> Coder:
 def _narrowest(array: Array) -> Array:
     """Return the numbers in the narrowest of u8, u16 and u32 that holds the largest."""
     # initial: an empty array has no maximum.
-    top = int(array.max(initial=0))
-    dtype = next(dtype for dtype in _NARROW if top <= np.iinfo(dtype).max)
-    return array.astype(dtype)
+    return array.astype(np.min_scalar_type(int(array.max(initial=0))))
 
 
 def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
     if not isinstance(value, FeatureBatch):
-        raise DataTypeError(f"{where}: expected a FeatureBatch, got {type(value).__name__}")
+        raise _unfit(where, "a FeatureBatch", value)
     # Three arrays, or four: the narrow dtypes exist on the wire only.
     number = len(arrays)
     arrays += [value.distinct, _narrowest(value.inverse)]
@@ -252,7 +224,7 @@ def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
 
 def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
     if type(value) is not list or len(value) not in (4, 5) or type(value[0]) is not str:
-        raise _wrong(where, "[name, distinct, inverse, lengths] or one more", value)
+        raise unexpected(where, "[name, distinct, inverse, lengths] or one more", value)
     # Cut: the name is a peer's, and goes into a text of the log.
     where = f"{where} {value[0][:64]!r}"
     distinct = arrays.take(value[1], f"{where}, distinct")
@@ -264,9 +236,7 @@ def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
         edges = np.zeros(len(lengths) + 1, np.uint64)
         np.cumsum(lengths, out=edges[1:])
         if edges[-1] != len(inverse):
-            raise ProtocolError(
-                f"{where}: lengths add up to {edges[-1]}, expected {len(inverse)} ids"
-            )
+            raise unexpected(where, f"lengths of {len(inverse)} ids", int(edges[-1]))
         offsets = edges.astype(np.uint32)
     weights = arrays.take(value[4], f"{where}, weights") if len(value) == 5 else None
     # The constructor checks the numbers against each other: bounds of inverse, for instance.
@@ -278,10 +248,7 @@ def _read_feature(value: Any, where: str, arrays: ArrayReader) -> FeatureBatch:
 
 def _numbers(array: Array, where: str) -> Array:
     if array.dtype not in _NARROW or array.ndim != 1:
-        raise ProtocolError(
-            f"{where}: expected u8, u16 or u32 with 1 dimension, got {array.dtype} "
-            f"with {array.ndim}"
-        )
+        raise unexpected(where, "u8, u16 or u32 with 1 dimension(s)", _kind(array))
     # The core takes u32 only; the narrow dtypes exist on the wire.
     return array.astype(np.uint32)
 
@@ -300,18 +267,14 @@ def _dataclass_coder(cls: type) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         # Not isinstance: a subclass has more fields, which the peer could not read.
         if type(value) is not cls:
-            raise DataTypeError(f"{where}: expected {cls.__name__}, got {type(value).__name__}")
+            raise _unfit(where, cls.__name__, value)
         return [coder.write(getattr(value, name), at, arrays) for name, at, coder in plan]
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
         if type(value) is not list or len(value) != len(plan):
-            raise _wrong(where, f"the {len(plan)} fields of {cls.__name__}", value)
-        return cls(
-            *[
-                coder.read(one, at, arrays)
-                for one, (_, at, coder) in zip(value, plan, strict=True)
-            ]
-        )
+            raise unexpected(where, f"the {len(plan)} fields of {cls.__name__}", value)
+        pairs = zip(value, plan, strict=True)
+        return cls(*[coder.read(one, at, arrays) for one, (_, at, coder) in pairs])
 
     return Coder(write, read)
 
@@ -347,14 +310,14 @@ def _choice_coder(classes: Sequence[Any]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         name = type(value).__name__
         if name not in coders:
-            raise DataTypeError(f"{where}: expected {expected}, got {name}")
+            raise _unfit(where, expected, value)
         return [name, *coders[name].write(value, where, arrays)]
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
         # The name comes from a peer: it selects among known classes, and never imports one.
         name = value[0] if type(value) is list and value else None
         if type(name) is not str or name not in coders:
-            raise _wrong(where, expected, value)
+            raise unexpected(where, expected, value)
         return coders[name].read(value[1:], where, arrays)
 
     return Coder(write, read)
@@ -364,12 +327,12 @@ def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         # A str or an array is a sequence as well, but not a list of messages.
         if not isinstance(value, (list, tuple)):
-            raise DataTypeError(f"{where}: expected a list, got {type(value).__name__}")
+            raise _unfit(where, "a list", value)
         return [inner.write(one, where, arrays) for one in value]
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
         if type(value) is not list:
-            raise _wrong(where, "a list", value)
+            raise unexpected(where, "a list", value)
         return make([inner.read(one, where, arrays) for one in value])
 
     return Coder(write, read)
@@ -378,19 +341,15 @@ def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
 def _tuple_coder(inner: Sequence[Coder]) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
         if not isinstance(value, tuple) or len(value) != len(inner):
-            raise DataTypeError(
-                f"{where}: expected a tuple of {len(inner)}, got {shown(value)}"
-            )
-        return [
-            coder.write(one, where, arrays) for coder, one in zip(inner, value, strict=True)
-        ]
+            raise _unfit(where, f"a tuple of {len(inner)}", value)
+        pairs = zip(inner, value, strict=True)
+        return [coder.write(one, where, arrays) for coder, one in pairs]
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
         if type(value) is not list or len(value) != len(inner):
-            raise _wrong(where, f"a list of {len(inner)}", value)
-        return tuple(
-            coder.read(one, where, arrays) for coder, one in zip(inner, value, strict=True)
-        )
+            raise unexpected(where, f"a list of {len(inner)}", value)
+        pairs = zip(inner, value, strict=True)
+        return tuple([coder.read(one, where, arrays) for coder, one in pairs])
 
     return Coder(write, read)
 
@@ -398,15 +357,14 @@ def _tuple_coder(inner: Sequence[Coder]) -> Coder:
 def _mapping_coder(inner: Coder) -> Coder:
     def write(value: Any, where: str, arrays: list[Array]) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise DataTypeError(f"{where}: expected a map from str, got {shown(value)}")
+            raise _unfit(where, "a map from str", value)
         return {key: inner.write(one, f"{where} {key}", arrays) for key, one in value.items()}
 
     def read(value: Any, where: str, arrays: ArrayReader) -> dict[str, Any]:
         if type(value) is not dict or not all(type(key) is str for key in value):
-            raise _wrong(where, "a map from text", value)
-        return {
-            key: inner.read(one, f"{where} {key:.64}", arrays) for key, one in value.items()
-        }
+            raise unexpected(where, "a map from text", value)
+        items = value.items()
+        return {key: inner.read(one, f"{where} {key:.64}", arrays) for key, one in items}
 
     return Coder(write, read)
 
@@ -422,8 +380,7 @@ _CLASSES: dict[str, type[PersiaError]] = {
     for name, value in vars(errors).items()
     if isinstance(value, type) and issubclass(value, PersiaError)
 }
-# Of a body. Exact types: bool is an int, and the body comes from a peer.
-_KINDS = [(str,), (str,), (str,), (int, type(None)), (str,), (str,), (str,)]
+_BODY = coder_of(tuple[str, str, str, int | None, str, str, str])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -440,15 +397,16 @@ class ErrorOrigin:
         name = name if self.replica is None else f"{name} {self.replica}"
         return f"{name} at {self.address}" if self.address else name
 
-    def fields(self) -> dict[str, Any]:
-        """Return the keyword arguments of a ServiceError."""
-        return dataclasses.asdict(self)
+    def error(self, cls: type[ServiceError], text: str) -> ServiceError:
+        """Return an error that comes from here."""
+        return cls(text, **dataclasses.asdict(self))
 
 
 def error_to_body(error: BaseException) -> list[Any]:
     """Return the body for an exception that a method raised."""
     detail = "".join(traceback.format_exception(error))[-_MAX_DETAIL:]
-    name, text, origin = "RemoteError", f"{type(error).__name__}: {error}", ErrorOrigin()
+    name, text = "RemoteError", f"{type(error).__name__}: {error}"
+    place: list[Any] = ["", None, "", ""]
     # A subclass defined elsewhere travels as its nearest class in persia/errors.py.
     for cls in type(error).__mro__:
         # By identity: another package may have a class of the same name.
@@ -456,13 +414,8 @@ def error_to_body(error: BaseException) -> list[Any]:
             name, text = cls.__name__, str(error)
             break
     if isinstance(error, ServiceError):
-        origin = ErrorOrigin(error.role, error.replica, error.address, error.method)
-    return [
-        name,
-        _printable(text[:_MAX_TEXT]),
-        *(origin.role, origin.replica, origin.address, origin.method),
-        _printable(detail),
-    ]
+        place = [error.role, error.replica, error.address, error.method]
+    return [name, _printable(text[:_MAX_TEXT]), *place, _printable(detail)]
 
 
 def _printable(text: str) -> str:
@@ -476,16 +429,11 @@ def error_from_body(body: Any, called: ErrorOrigin) -> PersiaError:
     Its cause is a RemoteError with the server's traceback. An unreadable body gives a
     ProtocolError, and a class that this version does not know a RemoteError.
     """
-    if (
-        type(body) is not list
-        or len(body) != len(_KINDS)
-        or any(type(one) not in kinds for one, kinds in zip(body, _KINDS, strict=True))
-    ):
-        return ProtocolError(
-            f"{called}: unreadable error in answer to {called.method}: {shown(body)}",
-            **called.fields(),
-        )
-    name, text, role, replica, address, method, detail = body
+    try:
+        fields = _BODY.read(body, f"error in answer to {called.method}", ArrayReader(()))
+    except ProtocolError as exc:
+        return called.error(ProtocolError, f"{called}: {exc}")
+    name, text, role, replica, address, method, detail = fields
     # Without a role the error is no ServiceError, or one raised by the method itself.
     origin = ErrorOrigin(role, replica, address, method) if role else called
     if origin.role == called.role and origin.replica in (None, called.replica):
@@ -498,10 +446,8 @@ def error_from_body(body: Any, called: ErrorOrigin) -> PersiaError:
         cls, text = RemoteError, f"{name}: {text}"
     if cls is RemoteError:
         text = f"{called} failed in {called.method}: {text}"
-    fields = origin.fields() if issubclass(cls, ServiceError) else {}
-    error = cls(text, **fields)
+    error = origin.error(cls, text) if issubclass(cls, ServiceError) else cls(text)
     # As a cause, so that a log shows the server's traceback above the caller's.
-    error.__cause__ = RemoteError(
-        f"raised by {called} in {called.method}; over there:\n{detail}", **called.fields()
-    )
+    cause = f"raised by {called} in {called.method}; over there:\n{detail}"
+    error.__cause__ = called.error(RemoteError, cause)
     return error

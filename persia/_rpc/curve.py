@@ -1,13 +1,8 @@
 """CURVE: the key files of a process, and the check of a peer's key at each handshake.
 
-    server.secret   of every process that listens: its holder can pose as any server
-    server.public   of every process that connects: it talks to no other server
-    control.secret  of those that may configure servers: the trainer, embedding-workers
-    data.secret     of those that may send and look up batches only: the data-loaders
-    *.public        beside server.secret: one per user that may connect; the stem is its name
-
-A process finds its keys in one directory, and the directories of two roles may differ. It
-connects with ``control.secret`` if that is there, else with the one other secret.
+``docs/security.md`` has the files. A process finds its keys in one directory; the directories
+of two roles may differ. It connects with ``control.secret`` if that is there, else with the one
+other secret. A ``.public`` beside ``server.secret`` is a user's, and its stem the user's name.
 
 At each handshake libzmq asks by ZAP (ZeroMQ's RFC 27) whether the peer's key is known:
 
@@ -216,10 +211,8 @@ def make_keys(
 ) -> list[Path]:
     """Make a key pair for each name, and the directory; only its owner can read a secret key.
 
-    ``owner`` is a uid to give the files to, as only root may. Returns the files.
-
-    Raises:
-        ConfigError: If a file exists or cannot be written; existing files are never changed.
+    ``owner`` is a uid to give the files to, as only root may. Returns the files. Existing ones
+    are never changed: that is a ConfigError.
     """
     files = {}
     for name in names:

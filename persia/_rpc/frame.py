@@ -1,23 +1,12 @@
-"""One message on the wire, as a list of parts.
+"""One message on the wire, as a list of parts; ``docs/protocol.md`` has the layout.
 
     part 0    b"PERSIA/1"     protocol name and version
-    part 1    msgpack map     which message of which call, and its scalars:
-                k   "call" | "reply" | "error"
-                id  u64, the caller's number of the call; 0 in an error about unreadable bytes
-                m   method                                                  (call)
-                t   milliseconds the caller will still wait, u32            (call)
-                r   index of the replica that is called; absent while the
-                    caller does not know it                                 (call)
-                i   u64, drawn by each server process                       (reply, error)
-                a   [[dtype, shape], ...], one for each part that follows
-                b   the scalars; an array stands there as its number in ``a``
+    part 1    msgpack map     which message of which call, and its scalars
     part 2..  raw bytes       one part per array, little-endian, C order
 
 Arrays stay out of msgpack so that neither side copies them: ZeroMQ sends each part from the
 array's own buffer, and the receiver's arrays view the received parts. Everything that a peer
 wrote is checked here before it is used, and before memory is allocated for it.
-
-The time left is relative because the clocks of two machines differ.
 """
 
 from __future__ import annotations
@@ -26,7 +15,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
@@ -41,23 +30,8 @@ PROTOCOL = b"PERSIA/1"
 
 # The dtypes that cross the wire, by the names that stand for them in a header. A closed list:
 # np.dtype() on a peer's string would accept object arrays, whose bytes are pointers.
-DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(name)
-    for name in [
-        "|b1",
-        "|i1",
-        "|u1",
-        "<i2",
-        "<i4",
-        "<i8",
-        "<u2",
-        "<u4",
-        "<u8",
-        "<f2",
-        "<f4",
-        "<f8",
-    ]
-}
+_DTYPE_NAMES = "|b1 |i1 |u1 <i2 <i4 <i8 <u2 <u4 <u8 <f2 <f4 <f8"
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _DTYPE_NAMES.split()}
 # dtype.str builds its text at each access, which takes far longer than this lookup. Only native
 # little-endian dtypes are keys: the arrays of these can be sent as they are.
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -85,18 +59,14 @@ LIMITS = Limits()
 # Not frozen: __init__ of a frozen class takes several times as long.
 @dataclass(slots=True)
 class Call:
-    """A request. ``timeout_ms`` is how long the caller will still wait.
-
-    ``replica`` is the index of the server that is called: another one may have taken its
-    address. With None any server answers.
-    """
+    """A request."""
 
     call_id: int
     method: str
-    timeout_ms: int
+    timeout_ms: int  # that the caller will still wait: the clocks of two machines differ
     body: Any
     arrays: tuple[Array, ...] = ()
-    replica: int | None = None
+    replica: int | None = None  # index of the server that is called; with None any answers
 
 
 @dataclass(slots=True)
@@ -123,17 +93,29 @@ Message = Call | Reply | Failure
 
 
 class UnreadableFrame(ProtocolError):
-    """A message that breaks the layout.
+    """A message that breaks the layout: what was expected, and what the peer has sent."""
 
-    Attributes:
-        reason: One of a few words, for counting.
-        call_id: The id in its header, 0 if unreadable.
+    def __init__(self, reason: str, expected: str, got: object, call_id: int = 0) -> None:
+        super().__init__(f"expected {expected}, got {shown(got)}")
+        self.reason = reason  # one of a few words, for counting
+        self.call_id = call_id  # 0 if unreadable
+
+
+def unexpected(where: str, expected: str, got: object) -> ProtocolError:
+    """Return the error for a peer's value that does not fit the field ``where``."""
+    return ProtocolError(f"{where}: expected {expected}, got {shown(got)}")
+
+
+def shown(value: object) -> str:
+    """Return a peer's value for an error, of bounded length, time and depth.
+
+    ``repr`` recurses: a list nested a thousand times, which fits into any message, ends it.
     """
+    return _REPR.repr(value)[:80]
 
-    def __init__(self, reason: str, message: str, call_id: int = 0) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.call_id = call_id
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
 
 
 # --- writing ------------------------------------------------------------------------------
@@ -142,9 +124,7 @@ class UnreadableFrame(ProtocolError):
 def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
     """Return the parts of a message; those of contiguous arrays are views of them.
 
-    Raises:
-        ProtocolError: If the receiver would refuse it: it exceeds a limit, or holds a value
-            that msgpack cannot carry.
+    ProtocolError if the receiver would refuse it.
     """
     specs: list[list[Any]] = []
     parts: list[Part] = [PROTOCOL, b""]
@@ -157,10 +137,8 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
         if name is None:
             raise ProtocolError(f"array {len(specs)}: {array.dtype} cannot be sent")
         if little.nbytes > limits.array_bytes:
-            raise ProtocolError(
-                f"array {len(specs)}: expected at most {limits.array_bytes} bytes, "
-                f"got {little.nbytes}"
-            )
+            most = f"{limits.array_bytes} bytes in an array"
+            raise ProtocolError(f"a message may have {most}, this one has {little.nbytes}")
         # ascontiguousarray gives a scalar one axis: the shape is the original's.
         specs.append([name, list(array.shape)])
         # A memoryview of an empty array refuses the cast to bytes.
@@ -200,27 +178,21 @@ def _header_of(message: Message) -> dict[str, Any]:
 def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
     """Parse a message as it was received, routing id already removed.
 
-    Returns:
-        The message; its arrays view ``parts`` where those are aligned for their dtype.
-
-    Raises:
-        UnreadableFrame: If the parts do not match the layout above or exceed a limit. The
-            connection stays usable: one bad message says nothing about the next.
+    Its arrays view ``parts`` where those are aligned for their dtype. UnreadableFrame says
+    nothing about the next message: the connection stays usable.
     """
     if len(parts) < 2:
-        raise UnreadableFrame("parts", f"expected a protocol and a header, got {len(parts)}")
+        raise UnreadableFrame("parts", "a protocol and a header", len(parts))
     # By length first: a hostile part may have gigabytes.
     if len(parts[0]) != len(PROTOCOL) or bytes(parts[0]) != PROTOCOL:
-        raise UnreadableFrame(
-            "protocol", f"expected protocol {PROTOCOL!r}, got {bytes(parts[0][:16])!r}"
-        )
-    _check_limit("header_bytes", len(parts[1]), limits.header_bytes, 0)
+        raise UnreadableFrame("protocol", f"protocol {PROTOCOL!r}", bytes(parts[0][:16]))
+    _check_limit("header_bytes", len(parts[1]), limits.header_bytes)
     header = _read_header(parts[1])
     call_id = _integer(header, "id", _U64)
-    # After the header is read, so that the error can carry the id.
-    _check_limit("num_arrays", len(parts) - 2, limits.num_arrays, call_id)
-    _check_limit("message_bytes", sum(map(len, parts)), limits.message_bytes, call_id)
     try:
+        # After the header is read, so that the error can carry the id.
+        _check_limit("num_arrays", len(parts) - 2, limits.num_arrays)
+        _check_limit("message_bytes", sum(map(len, parts)), limits.message_bytes)
         arrays = _read_arrays(header["a"], parts[2:], limits)
         return _message(header, call_id, arrays)
     except UnreadableFrame as error:
@@ -228,21 +200,10 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
         raise
 
 
-def shown(value: Any) -> str:
-    """Return a peer's value for an error, of bounded length, time and depth.
-
-    ``repr`` recurses: a list nested a thousand times, which fits into any message, ends it.
-    """
-    return _REPR.repr(value)[:80]
-
-
-def _check_limit(name: str, got: int, limit: int, call_id: int) -> None:
+def _check_limit(name: str, got: int, limit: int) -> None:
     if got > limit:
-        raise UnreadableFrame(name, f"{name}: expected at most {limit}, got {got}", call_id)
+        raise UnreadableFrame(name, f"{name} of at most {limit}", got)
 
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
 
 # The keys of each kind, apart from k; a call may leave out r.
 _KEYS = {
@@ -261,32 +222,26 @@ def _read_header(raw: Part) -> dict[str, Any]:
     try:
         header: Any = msgpack.unpackb(raw, ext_hook=_refuse_extension)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as exc:
-        raise UnreadableFrame("header", f"unreadable header: {exc}"[:200]) from exc
+        raise UnreadableFrame("header", "a header that can be read", str(exc)) from exc
     kind = header.get("k") if isinstance(header, dict) else None
-    if not isinstance(header, dict) or not isinstance(kind, str) or kind not in _KEYS:
-        raise UnreadableFrame(
-            "header", f"expected k of {', '.join(_KEYS)}, got {shown(header)}"
-        )
+    if not isinstance(kind, str) or kind not in _KEYS:
+        raise UnreadableFrame("header", f"k of {', '.join(_KEYS)}", header)
     optional = {"k", "r"} if kind == "call" else {"k"}
     if header.keys() - optional != _KEYS[kind]:
         # With an id the caller can be answered.
         number = header.get("id")
-        raise UnreadableFrame(
-            "header",
-            f"a {kind} has the keys {', '.join(sorted(_KEYS[kind]))}, "
-            f"got {shown(sorted(map(str, header.keys() - {'k'})))}",
-            number if type(number) is int and 0 <= number < _U64 else 0,
-        )
-    return header
+        call_id = number if type(number) is int and 0 <= number < _U64 else 0
+        keys = ", ".join(sorted(_KEYS[kind]))
+        got = sorted(map(str, header.keys() - {"k"}))
+        raise UnreadableFrame("header", f"the keys {keys} of a {kind}", got, call_id)
+    return cast("dict[str, Any]", header)
 
 
 def _integer(header: dict[str, Any], key: str, end: int) -> int:
     number = header[key]
     # bool passes isinstance(int).
     if type(number) is not int or not 0 <= number < end:
-        raise UnreadableFrame(
-            "header", f"{key}: expected an integer in 0..{end - 1}, got {shown(number)}"
-        )
+        raise UnreadableFrame("header", f"{key} as an integer in 0..{end - 1}", number)
     return number
 
 
@@ -294,9 +249,9 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
     if header["k"] == "call":
         method = header["m"]
         if not isinstance(method, str) or not 0 < len(method) <= _MAX_METHOD:
-            raise UnreadableFrame("header", f"expected a method's name, got {shown(method)}")
+            raise UnreadableFrame("header", "a method's name", method)
         if call_id == 0:
-            raise UnreadableFrame("header", f"{method}: a call's id begins at 1, got 0")
+            raise UnreadableFrame("header", "a call's id from 1 on", call_id)
         timeout_ms = _integer(header, "t", _U32)
         replica = _integer(header, "r", _U32) if "r" in header else None
         # The body is checked by the method's coders, which know its types.
@@ -307,9 +262,8 @@ def _message(header: dict[str, Any], call_id: int, arrays: tuple[Array, ...]) ->
 
 def _read_arrays(specs: Any, parts: Sequence[Part], limits: Limits) -> tuple[Array, ...]:
     if not isinstance(specs, list) or len(specs) != len(parts):
-        raise UnreadableFrame(
-            "array_count", f"expected the arrays {shown(specs)} of the header, got {len(parts)}"
-        )
+        expected = f"the arrays {shown(specs)} of the header"
+        raise UnreadableFrame("array_count", expected, len(parts))
     return tuple([_read_array(n, spec, parts[n], limits) for n, spec in enumerate(specs)])
 
 
@@ -325,23 +279,19 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         # Two negative extents would multiply to a plausible size.
         and not [n for n in spec[1] if type(n) is not int or not 0 <= n < _MAX_EXTENT]
     ):
-        raise UnreadableFrame(
-            "array_spec", f"array {number}: expected [dtype, shape], got {shown(spec)}"
-        )
+        raise UnreadableFrame("array_spec", f"[dtype, shape] of array {number}", spec)
     dtype, shape = DTYPES[spec[0]], tuple(spec[1])
     needed = math.prod(shape) * dtype.itemsize
     if needed != len(part):
-        raise UnreadableFrame(
-            "array_bytes",
-            f"array {number}: {list(shape)} of {spec[0]} needs {needed} bytes, got {len(part)}",
-        )
+        expected = f"{needed} bytes of array {number}, {shape} of {spec[0]}"
+        raise UnreadableFrame("array_bytes", expected, len(part))
     if needed > limits.array_bytes:  # no call here: this runs for every array
-        _check_limit("array_bytes", needed, limits.array_bytes, 0)
+        _check_limit("array_bytes", needed, limits.array_bytes)
     if not needed:
         return np.empty(shape, dtype)
     if dtype.kind == "b" and np.frombuffer(part, np.uint8).max() > 1:
         # numpy takes any byte for a bool, and then computes with more than two values.
-        raise UnreadableFrame("array_bytes", f"array {number}: a bool is neither 0 nor 1")
+        raise UnreadableFrame("array_bytes", f"bools of 0 or 1 in array {number}", "more")
     flat = np.frombuffer(part, dtype)  # keeps the part, and so libzmq's memory, alive
     if not flat.flags.aligned:
         # ZeroMQ delivers small parts from inside its receive buffer, at any address.

@@ -99,12 +99,9 @@ class TableGradients:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """``update_id`` is (client, number): a server applies each at most once.
+    """Gradients that a server applies at most once."""
 
-    The nn-worker chooses both: a client is one incarnation of one rank, its numbers grow.
-    """
-
-    update_id: tuple[int, int]
+    update_id: tuple[int, int]  # an incarnation of an nn-worker, and its number, which grows
     tables: tuple[TableGradients, ...]
 
 
@@ -116,27 +113,20 @@ class UpdateReply:
 
 @dataclass(frozen=True, slots=True)
 class TableEntries:
-    """Whole rows: values f32 [n, dim], optimizer state as u32 words [n, w].
-
-    ``states`` None in a write asks for the state of a new row. A read answers with the signs
-    that have a row, in the order asked for, and with every state.
-    """
+    """Whole rows; a read answers with those of its signs that have one, in their order."""
 
     table: int
     signs: Signs
-    values: Floats
-    states: NDArray[np.uint32] | None
+    values: Floats  # [n, dim]
+    states: NDArray[np.uint32] | None  # [n, words]; None in a write: those of new rows
 
 
 @dataclass(frozen=True, slots=True)
 class CutRequest:
-    """Begin a snapshot of this moment. The caller holds updates back meanwhile.
-
-    ``changes`` None is every row; a name is the rows changed since its last committed cut.
-    """
+    """Begin a snapshot of this moment. The caller holds updates back meanwhile."""
 
     cut_id: int  # drawn by the caller: asked again, a server answers for the cut it has
-    changes: str | None
+    changes: str | None  # only rows changed since the last committed cut of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +147,12 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class CutStatus:
-    """How far a cut is: ``state`` is begun, writing, written or failed.
+    """How far a cut is."""
 
-    ``meta``, once written, is what the manifest says of its files: JSON in UTF-8, an object of
-    ``parts``, ``deleted`` and ``files``, maybe megabytes.
-    """
-
-    state: str
+    state: str  # begun, writing, written or failed
     num_rows: int  # written so far
     error: str
-    meta: NDArray[np.uint8]
+    meta: NDArray[np.uint8]  # once written: JSON of ``parts``, ``deleted`` and ``files``
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +268,8 @@ class SlotGradient:
     """Gradient of one slot's output: f32 or f16, [B, dim] if pooled, else [D, dim]."""
 
     name: str
-    gradient: (
-        NDArray[np.float32] | NDArray[np.float16] | None
-    )  # None: it has no part in the loss
+    # None: it has no part in the loss.
+    gradient: NDArray[np.float32] | NDArray[np.float16] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,31 +383,21 @@ class StreamOpening:
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The state of a data-loader's stream at the rank.
+    """The state of a data-loader's stream at the rank."""
 
-    Ids below ``next_batch_id`` have been received, from this incarnation or the one before:
-    they are not sent again, but for those in ``wanted``, whose ids no embedding-worker holds.
-    Those in ``unfinished`` have not ended, and may be wanted yet.
-    """
-
-    next_batch_id: int
-    wanted: tuple[int, ...]
-    unfinished: tuple[int, ...] = ()
+    next_batch_id: int  # those below were received, from this incarnation or the one before
+    wanted: tuple[int, ...]  # to be sent again: no embedding-worker holds their ids
+    unfinished: tuple[int, ...] = ()  # have not ended, and may be wanted yet
 
 
 @dataclass(frozen=True, slots=True)
 class StreamNews:
-    """Changes at the rank since the ``version`` that the data-loader received last.
-
-    ``credits`` counts from the opening: the batches that may have been delivered in all.
-    ``acknowledged`` have ended, and their ids need not be kept. ``wanted`` have a ref that its
-    embedding-worker does not know: they are to be registered again, and relocated.
-    """
+    """Changes at the rank since the ``version`` that the data-loader received last."""
 
     version: int
-    credits: int
-    acknowledged: tuple[int, ...]
-    wanted: tuple[int, ...]
+    credits: int  # batches that may have been delivered in all since the opening
+    acknowledged: tuple[int, ...]  # have ended, and their ids need not be kept
+    wanted: tuple[int, ...]  # to be registered again and relocated: their refs are unknown
     is_closed: bool  # nothing more is read, and nothing more need be sent
 
 

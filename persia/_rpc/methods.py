@@ -9,29 +9,25 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from persia._rpc import messages
 from persia._rpc.codec import ArrayReader, Coder, coder_of
-from persia._rpc.frame import Array, shown
-from persia.errors import InternalError, ProtocolError
+from persia._rpc.frame import Array, unexpected
+from persia.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The identity of a server, with which it answers ``hello`` at any time.
-
-    Each process draws its ``incarnation``: another number means that the state of the process
-    before is lost. ``schema_fingerprint`` is empty for a role without a schema.
-    """
+    """The identity of a server, with which it answers ``hello`` at any time."""
 
     role: str
     replica_index: int
     replica_size: int
-    incarnation: int
+    incarnation: int  # drawn by each process; another one: the state of that before is lost
     version: str
-    schema_fingerprint: str
+    schema_fingerprint: str  # empty for a role without a schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +47,17 @@ class Method:
             raise InternalError(
                 f"{self.name}: expected {len(self.arguments)} arguments, got {len(values)}"
             )
-        body = [
-            coder.write(value, where, arrays)
-            for (where, coder), value in zip(self.arguments, values, strict=True)
-        ]
+        pairs = zip(self.arguments, values, strict=True)
+        body = [coder.write(value, where, arrays) for (where, coder), value in pairs]
         return body, tuple(arrays)
 
     def read_arguments(self, body: Any, arrays: Sequence[Array]) -> list[Any]:
         """Return the arguments of a request; ProtocolError if they do not fit."""
         if type(body) is not list or len(body) != len(self.arguments):
-            raise ProtocolError(
-                f"{self.name}: expected a list of {len(self.arguments)} arguments, "
-                f"got {shown(body)}",
-                method=self.name,
-            )
+            raise unexpected(self.name, f"a list of {len(self.arguments)} arguments", body)
         reader = ArrayReader(arrays)
-        values = [
-            coder.read(one, where, reader)
-            for (where, coder), one in zip(self.arguments, body, strict=True)
-        ]
+        pairs = zip(self.arguments, body, strict=True)
+        values = [coder.read(one, where, reader) for (where, coder), one in pairs]
         reader.check_all_taken(self.name)
         return values
 
@@ -121,18 +109,10 @@ def role_of(
     never: str = "",
     depends: Mapping[str, Callable[[Sequence[Any]], bool]] | None = None,
 ) -> Role:
-    """Return the table of a Protocol's methods; ``hello`` answers its properties.
+    """Return the table of a Protocol's methods, all annotated; ``hello`` has its properties.
 
-    Args:
-        name: The role.
-        protocol: A class whose methods are fully annotated.
-        always: Names of the methods whose calls may be sent again when it is unknown if the
-            first was executed.
-        never: Names of those that must not be.
-        depends: Whether a call with given arguments may be, for the others.
-
-    Raises:
-        InternalError: If other methods are named than the Protocol has.
+    Calls of those named in ``always`` may be sent again when it is unknown if the first was
+    executed, of those in ``never`` not; ``depends`` decides by the arguments for the others.
     """
     repeatable = {
         **dict.fromkeys(always.split(), _always),
@@ -210,40 +190,4 @@ def nn_worker() -> Role:
         messages.NNWorker,
         # Idempotent by stream and batch id.
         always="open_stream deliver relocate end_stream poll",
-    )
-
-
-def schema_text() -> str:
-    """Return the fields of every message and method as text, as ``docs/protocol.md`` has it.
-
-    A change of this text is a change of the protocol.
-    """
-
-    def declared(hints: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name}: {hint}" for name, hint in hints.items() if name != "return")
-
-    own = [one for one in vars(messages).values() if is_message(one)]
-    lines = [
-        f"{cls.__name__}({declared(inspect.get_annotations(cls))})" for cls in [*own, Hello]
-    ]
-    for name, protocol in (
-        ("all", messages.Job),
-        (parameter_server().name, messages.ParameterServer),
-        (embedding_worker().name, messages.EmbeddingWorker),
-        (nn_worker().name, messages.NNWorker),
-    ):
-        lines.append(f"[{name}]")
-        for method, function in inspect.getmembers(protocol, inspect.isfunction):
-            if not method.startswith("_"):
-                hints = inspect.get_annotations(function)
-                lines.append(f"{method}({declared(hints)}) -> {hints['return']}")
-    return "\n".join(lines)
-
-
-def is_message(value: object) -> bool:
-    """Return whether an object of ``messages`` is a class of messages."""
-    return (
-        isinstance(value, type)
-        and is_dataclass(value)
-        and value.__module__ == messages.__name__
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack  # type: ignore[import-untyped]  # it ships none
 import numpy as np
 
-from persia._rpc.frame import DTYPES, shown
+from persia._rpc.frame import DTYPES, unexpected
 from persia.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -37,22 +37,16 @@ def _padding(length: int) -> int:
 
 
 def pack(kind: bytes, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
-    """Return the block of a header that msgpack can write and arrays of ``frame.DTYPES``.
-
-    ``kind`` are eight bytes that name the kind of block and its version.
-    """
-    specs = []
-    raw: list[bytes | memoryview] = []
-    for array in arrays:
-        # A copy only for an array with gaps or of another byte order.
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        specs.append([little.dtype.str, list(array.shape)])
-        # A memoryview of an empty array refuses the cast to bytes.
-        raw.append(little.reshape(-1).view(np.uint8).data if little.size else b"")
+    """Return the block of a header that msgpack can write and arrays of ``frame.DTYPES``."""
+    # A copy only for an array with gaps or of another byte order.
+    little = [np.ascontiguousarray(one, one.dtype.newbyteorder("<")) for one in arrays]
+    # ascontiguousarray gives a scalar one axis: the shape is the original's.
+    specs = [[one.dtype.newbyteorder("<").str, list(one.shape)] for one in arrays]
     head: bytes = msgpack.packb({"h": dict(header), "a": specs})
     body: list[bytes | memoryview] = [head, bytes(_padding(_PREFIX.size + len(head)))]
-    for part in raw:
-        # bytes(n) is n zeros.
+    for array in little:
+        # A memoryview of an empty array refuses the cast to bytes; bytes(n) is n zeros.
+        part = array.reshape(-1).view(np.uint8).data if array.size else b""
         body += [part, bytes(_padding(len(part)))]
     # In order of the bytes, without joining them first.
     checksum = 0
@@ -62,11 +56,7 @@ def pack(kind: bytes, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]])
 
 
 def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """Return header and arrays of a block; the arrays are copies.
-
-    Raises:
-        ProtocolError: If ``data`` is no whole, undamaged block of this kind.
-    """
+    """Return header and copied arrays of a block; ProtocolError if damaged or another kind."""
     if len(data) < _PREFIX.size:
         raise ProtocolError(
             f"expected at least {_PREFIX.size} bytes that begin with {kind!r}, got {len(data)}"
@@ -82,8 +72,6 @@ def unpack(kind: bytes, data: bytes) -> tuple[dict[str, Any], list[NDArray[Any]]
             f"got {actual:#010x}: they are damaged or cut off"
         )
     place = _PREFIX.size + head_bytes
-    if place > len(data):
-        raise ProtocolError(f"expected a header of {head_bytes} bytes, got {len(data)} in all")
     header, specs = _read_header(data[_PREFIX.size : place])
     place += _padding(place)
     arrays: list[NDArray[Any]] = []
@@ -119,7 +107,5 @@ def _read_header(raw: bytes) -> tuple[dict[str, Any], list[tuple[np.dtype[Any], 
         # bool passes isinstance(int); two negative extents multiply to a plausible size; and
         # numpy takes 64 axes at most (32 before version 2).
         if len(shape) > 32 or any(type(n) is not int or not 0 <= n < 1 << 48 for n in shape):
-            raise ProtocolError(
-                f"expected the shape of an array of {dtype}, got {shown(shape)}"
-            )
+            raise unexpected("header", f"the shape of an array of {dtype}", shape)
     return header, specs

@@ -28,16 +28,7 @@ from persia._metrics.timings import CallTimings
 from persia._rpc.codec import error_to_body
 from persia._rpc.curve import CONTROL
 from persia._rpc.deadlines import caller_deadline
-from persia._rpc.frame import (
-    LIMITS,
-    Call,
-    Failure,
-    Limits,
-    Reply,
-    UnreadableFrame,
-    decode,
-    encode,
-)
+from persia._rpc.frame import Call, Failure, Reply, UnreadableFrame, decode, encode
 from persia._rpc.job import JobState
 from persia._rpc.methods import COMMON, CONFIGURE, HELLO, Hello, Method, Role
 from persia._rpc.transport import Parts, Peer, Work
@@ -81,21 +72,9 @@ class _QueuedCall:
 class Server:
     """Serves one object at one address.
 
-    Args:
-        transport: Makes the listener.
-        address: Where to listen; the kernel chooses for port 0, see ``address``.
-        role: The methods and their coders.
-        service: Its methods are called by several threads at once. A server may listen before
-            there is one: the attribute is set later.
-        replica_index: Index among the ``replica_size`` replicas of its role.
-        schema_fingerprint: Of its embedding config; empty without one.
-        ready: Returns what a server without a service waits for: the text of a ServiceBusy.
-        job: The state of the job; one of its own if not given.
-        settings: Threads and bounds.
-        limits: Bounds of a message.
-
-    Raises:
-        ConfigError: If the address cannot be used.
+    The methods of ``service`` are called by several threads at once. A server may listen before
+    there is one: the attribute is set later, and ``ready`` returns what it waits for, the text
+    of a ServiceBusy. ``job`` is one of its own if not given.
     """
 
     def __init__(
@@ -111,13 +90,12 @@ class Server:
         ready: Callable[[], str] = lambda: "it starts",
         job: JobState | None = None,
         settings: ServerLimits = SETTINGS,
-        limits: Limits = LIMITS,
     ) -> None:
         self._role = role
         self.service = service
         self._ready = ready
         self._settings = settings
-        self._limits = limits
+        self._limits = transport.limits
         # Not from random, which a script may seed; 0 is never drawn.
         self._incarnation = secrets.randbits(63) + 1
         ours = (self._incarnation, __version__, schema_fingerprint)
@@ -138,11 +116,10 @@ class Server:
         self.timings = CallTimings()
         # Last: an address in use leaves nothing to clean up.
         self._listener = transport.listen(address)
+        self.address = self._listener.address  # with the true port
 
-    @property
-    def address(self) -> str:
-        """Where it listens, with the true port."""
-        return self._listener.address
+    def _where(self) -> str:
+        return f"{self._role.name} at {self.address}"
 
     def start(self) -> None:
         """Begin to serve."""
@@ -179,8 +156,8 @@ class Server:
             self._is_idle.wait_for(lambda: not self._num_calls, timeout_s)
             if is_first and self._num_calls:
                 self._counts["unfinished"] += self._num_calls
-                where, count = f"{self._role.name} at {self.address}", self._num_calls
-                logger.warning("%s: %d calls unfinished after %g s", where, count, timeout_s)
+                text = "%s: %d calls unfinished after %g s"
+                logger.warning(text, self._where(), self._num_calls, timeout_s)
             self._queues.clear()
             self._is_idle.wait_for(
                 lambda: time.monotonic() - self._replied_at > _ARRIVAL_S, _ARRIVAL_S
@@ -204,20 +181,16 @@ class Server:
         if is_first:
             # A line for each message would let a stranger fill the disk. A peer that leaves
             # before its answer is no fault.
-            logger.log(
-                logging.INFO if name == "dropped.peer_gone" else logging.WARNING,
-                "%s at %s: %s; more of this kind are only counted, as %s",
-                self._role.name,
-                self.address,
-                text,
-                name,
-            )
+            level = logging.INFO if name == "dropped.peer_gone" else logging.WARNING
+            more = f"more of this kind are only counted, as {name}"
+            logger.log(level, "%s: %s; %s", self._where(), text, more)
 
     def _on_message(self, peer: bytes, parts: Parts) -> Work | None:
         try:
             message = decode(parts, self._limits)
             if not isinstance(message, Call):
-                raise UnreadableFrame("not_a_call", "expected a call", message.call_id)
+                kind = type(message).__name__
+                raise UnreadableFrame("not_a_call", "a call", kind, message.call_id)
         except UnreadableFrame as error:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
             self._fail(peer, error.call_id, error)
@@ -359,9 +332,7 @@ class Server:
             with self._lock:
                 self._counts["errors"] += 1
             if not isinstance(error, PersiaError):
-                logger.exception(
-                    "%s at %s: %s failed", self._role.name, self.address, method.name
-                )
+                logger.exception("%s: %s failed", self._where(), method.name)
             self._fail(queued.peer, call.call_id, error)
             took_s = time.monotonic() - arrived
             self.timings.add(method.name, took_s, queued.num_bytes, 0, failed=True)
@@ -388,10 +359,7 @@ class Server:
 def serve(
     transport: ZmqTransport, address: str, role: Role, service: Any, **options: Any
 ) -> Server:
-    """Start a ``Server`` for an object.
-
-    Its ``replica_index``, ``replica_size`` and ``schema_fingerprint`` are used if it has them.
-    """
+    """Start a ``Server`` for an object, with its identity as far as it has one."""
     names = ("replica_index", "replica_size", "schema_fingerprint")
     known = {name: getattr(service, name) for name in names if hasattr(service, name)}
     server = Server(transport, address, role, service, **(known | options))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from persia._rpc import messages
-from persia._rpc.client import Client, PendingCall
+from persia._rpc.client import Client
 from persia._rpc.messages import EmbeddingWorker, IDFeatures, NNWorker, ParameterServer
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
 
@@ -47,12 +47,7 @@ class Remote:
 
     @classmethod
     def connect(cls: type[Self], transport: ZmqTransport, address: str, **options: Any) -> Self:
-        """Connect and ask the server for its identity; ``options`` are a ``Client``'s.
-
-        Raises:
-            ConfigError: If another role or replica answers.
-            ServiceError: If there is no answer in time.
-        """
+        """Connect and ask the server for its identity; ``options`` are a ``Client``'s."""
         client = Client(transport, address, cls._role(), **options)
         try:
             # Also fixes the replica index that later calls carry.
@@ -76,29 +71,23 @@ class Remote:
         return self._hello.replica_size
 
     @property
-    def incarnation(self) -> int | None:
-        """The process that answered last."""
-        return self.client.incarnation
-
-    @property
     def schema_fingerprint(self) -> str:
         """Fingerprint of the server's embedding config: groups, tables and dims of signs."""
         return self._hello.schema_fingerprint
 
-    def begin(self, method: str, *arguments: Any) -> PendingCall:
-        """Begin a call, so that calls of other servers are in flight at the same time."""
-        return self.client.begin(method, *arguments)
+    @property
+    def incarnation(self) -> int | None:
+        """The process that answered last."""
+        return self.client.incarnation
 
     def finish_job(self, status: int, took_part: bool = True) -> None:
         """Announce the end of the job with an exit status."""
         self.client.call("finish_job", status, took_part)
 
     def job_status(self, watcher: str, timeout_s: float | None = None) -> int | None:
-        """Return the exit status of the job; None while it goes on.
+        """Return the exit status of the job, None while it goes on.
 
-        Args:
-            watcher: Name of the caller; the server stays until each watcher has the status.
-            timeout_s: Seconds, if other than the client's.
+        ``watcher`` names the caller: the server stays until each watcher has the status.
         """
         status: int | None = self.client.call("job_status", watcher, timeout_s=timeout_s)
         return status

@@ -34,17 +34,9 @@ class Peer(bytes):
 
     user: str
 
-    def __new__(cls, name: bytes | memoryview, user: str) -> Peer:
-        """Attach the user to the routing id."""
-        peer = super().__new__(cls, name)
-        peer.user = user
-        return peer
-
 
 class Waiter:
     """A thread that waits for an answer, and the lock that wakes it."""
-
-    __slots__ = ("done",)
 
     def __init__(self) -> None:
         # A bare lock that is released once something has changed. An Event would wake its

@@ -110,10 +110,8 @@ def _of_any(declared: F) -> F:
 class EmbeddingWorkers(WorkerPool):
     """Implements ``EmbeddingWorker`` over all embedding-workers of a job.
 
-    Args:
-        transport: Closed with this.
-        connect: Returns the workers by replica index; is given a function to call with the
-            index of a worker that was restarted.
+    ``connect`` returns them by replica index; it is given a function to call with the index of
+    one that was restarted. ``transport`` is closed with this.
     """
 
     def __init__(
@@ -205,11 +203,9 @@ class EmbeddingWorkers(WorkerPool):
         raise failure or ServiceUnavailable("the connections were closed", role=_ROLE)
 
     def _call_owner(self, replica: int, method: str, *arguments: Any) -> Any:
-        """Call the worker that has a batch.
-
-        With others, where the batch can be registered again, the error comes soon if there is
-        no connection to it.
-        """
+        """Call the worker that has a batch."""
+        # With others the batch can be registered again: the error comes soon if there is no
+        # connection to it.
         if len(self._workers) > 1:
             try:
                 return self._call(replica, self._try_s(replica), method, *arguments)
@@ -240,11 +236,9 @@ class EmbeddingWorkers(WorkerPool):
         return result if result.ref is None else replace(result, ref=ref)
 
     def lookup_direct(self, features: IDFeatures) -> LookupResult:
-        """Register and look up.
-
-        With gradients these are two repeatable calls: the loss of an answer then leaves no ref
-        that is never retired.
-        """
+        """Register and look up."""
+        # With gradients by two repeatable calls: the loss of an answer then leaves no ref that
+        # is never retired.
         if not features.requires_grad:
             first = features.batch_id % len(self._workers)
             result: LookupResult = self._call_any(first, "lookup_direct", features)[1]
@@ -288,10 +282,8 @@ class EmbeddingWorkers(WorkerPool):
             worker.configure(settings)
 
     def _wait_for_servers(self, worker: RemoteEmbeddingWorker) -> None:
-        """Wait for a worker that waits for parameter servers, and log for which.
-
-        A worker that waits in vain exits, so its reason has to be read before that.
-        """
+        """Wait for a worker that waits for parameter servers, and log for which."""
+        # A worker that waits in vain exits: its reason has to be read before that.
         timeout_s = env.rpc_timeout_s()
         origin = worker.client.origin("configure")
         reason = since = ""

@@ -16,8 +16,8 @@ def receive(
     socket: zmq.Socket[Any],
     max_parts: int,
     max_bytes: int,
-    received: list[tuple[list[Part], str]] | None = None,
-) -> tuple[list[Part], str] | None: ...
+    received: list[tuple[list[Part], str]],
+) -> bool: ...
 
 class ReceiveTurn:
     """The turn of one channel: held by a caller, by the channel's own thread, or free."""

@@ -201,12 +201,8 @@ def user_of(part):
 def send(socket, parts, size_t copied_bytes):
     """Put one message on a socket, copying parts of fewer than ``copied_bytes``.
 
-    Returns:
-        False if there is no room now, or the connection broke meanwhile; nothing of it was
-        sent.
-
-    Raises:
-        zmq.ZMQError: If the socket cannot be used, or a ROUTER does not know the peer.
+    False if there is no room now, or the connection broke meanwhile: nothing of it was sent.
+    zmq.ZMQError if the socket cannot be used, or a ROUTER does not know the peer.
     """
     cdef void *handle = <void *> <size_t> socket.underlying
     cdef Py_ssize_t left = len(parts)
@@ -238,25 +234,18 @@ def send(socket, parts, size_t copied_bytes):
     return not is_cut
 
 
-def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received=None):
-    """Take one message off a socket.
+def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received not None):
+    """Move one message from a socket to a list; False if there is none: ZMQ_FD signals the next.
 
-    It is appended to ``received`` as well, if given: no signal is handled between the socket
-    and the list, so no message is lost to an exception of a signal handler.
-
-    Returns:
-        Its parts, and "" or the reason why it is dropped; all parts of a dropped message are
-        taken off the socket too. None if there is none: then ZMQ_FD signals the next.
-
-    Raises:
-        zmq.ZMQError: If the socket cannot be used.
+    It is added as its parts and "", or, dropped whole, as no parts and the reason. No signal is
+    handled between the socket and the list, so no message is lost to an exception of a signal
+    handler. zmq.ZMQError if the socket cannot be used.
     """
     cdef void *handle = <void *> <size_t> socket.underlying
     cdef size_t num_bytes = 0
     cdef Received part
     cdef list parts = []
     cdef str reason = ""
-    cdef tuple message
     cdef int rc, number
     persia_release_returned()
     # libzmq delivers whole messages: once the first part is there, all of them are.
@@ -269,7 +258,7 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received=None):
                 break
         if rc < 0:
             if number == EAGAIN:
-                return None
+                return False
             raise zmq.ZMQError(number)
         num_bytes += zmq_msg_size(&part.message)
         if len(parts) >= max_parts:
@@ -283,10 +272,8 @@ def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received=None):
         else:
             parts.append(memoryview(part))
         if not zmq_msg_more(&part.message):
-            message = parts, reason
-            if received is not None:
-                received.append(message)
-            return message
+            received.append((parts, reason))
+            return True
 
 
 cdef class ReceiveTurn:

@@ -101,7 +101,7 @@ class ZmqSocket(Generic[T]):
         self, name: str, socket: zmq.Socket[bytes], address: str, limits: Limits
     ) -> None:
         self._name = f"{name} {address}"
-        self._address = address
+        self.address = address  # that it is bound to, with the true port, or connects to
         self._limits = limits
         self._lock = threading.Lock()  # guards the socket and all below
         self._socket = socket
@@ -123,11 +123,6 @@ class ZmqSocket(Generic[T]):
         self._num_free = 0
         self._serving: set[int] = set()  # identifiers of threads
         self._is_released = False
-
-    @property
-    def address(self) -> str:
-        """The address it is bound to, with the true port, or connects to."""
-        return self._address
 
     @property
     def is_open(self) -> bool:
@@ -215,7 +210,7 @@ class ZmqSocket(Generic[T]):
             self._is_waiting = True
             self._wake_if_ready()
         else:
-            self._start_thread(f"persia-serve {self._address}")
+            self._start_thread(f"persia-serve {self.address}")
 
     def _send(self, item: T) -> bool:
         """Put an item on the socket; returns False if there is no room now."""
@@ -332,10 +327,9 @@ class ZmqSocket(Generic[T]):
                 return True  # close() found no waiting thread, so it wrote no wake byte
             # Routing id, protocol name and header come beside the arrays.
             limits = self._limits
-            message = zmq_calls.receive(
+            has_more = zmq_calls.receive(
                 self._socket, limits.num_arrays + 3, limits.message_bytes, received
             )
-            has_more = message is not None
             if self._queue:
                 # A send alone does not notice new room at once, and it may consume the event
                 # of an incoming message: hence a look before it and one after.
@@ -388,12 +382,10 @@ class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
     ) -> None:
         """Begin to receive.
 
-        Args:
-            on_message: Takes the peer (a ``Peer`` if it has a key) and the parts; must return
-                soon and must not raise. It returns any long work, which then runs in a thread
-                of this end's while another thread receives.
-            on_dropped: Takes the reason why a message, in or out, was dropped; called by any
-                thread, must not send.
+        ``on_message`` takes the peer (a ``Peer`` if it has a key) and the parts; it must return
+        soon and must not raise. Long work that it returns runs in a thread of this end's while
+        another receives. ``on_dropped`` takes the reason why a message, in or out, was dropped;
+        any thread calls it, and it must not send.
         """
         self._on_message, self._on_dropped = on_message, on_dropped
         self._monitor = self._socket.get_monitor_socket(_REFUSALS)
@@ -411,7 +403,8 @@ class ZmqListener(ZmqSocket[tuple[bytes, Parts]]):
         user = zmq_calls.user_of(parts[0])
         peer, rest = bytes(parts[0]), parts[1:]
         if user is not None:
-            peer = Peer(peer, user)
+            peer = Peer(peer)
+            peer.user = user
         parts.clear()  # the callee alone decides how long the parts' memory lives
         return self._on_message(peer, rest)
 
@@ -478,7 +471,7 @@ class ZmqChannel(ZmqSocket[Outgoing]):
             | zmq.EVENT_HANDSHAKE_SUCCEEDED
             | _REFUSALS
         )
-        self._socket.connect(self._address)
+        self._socket.connect(self.address)
         self._check_monitor()  # edge-triggered: no event comes before the first read
         self._start()
 
@@ -555,8 +548,8 @@ class ZmqChannel(ZmqSocket[Outgoing]):
             self._reconnect_at = math.inf
             if not self._is_closing:
                 with contextlib.suppress(zmq.ZMQError):  # libzmq may have forgotten the address
-                    self._socket.disconnect(self._address)
-                self._socket.connect(self._address)
+                    self._socket.disconnect(self.address)
+                self._socket.connect(self.address)
 
     def _wake(self) -> None:
         super()._wake()
@@ -583,7 +576,7 @@ class ZmqChannel(ZmqSocket[Outgoing]):
     def _deliver(self, parts: list[Part], reason: str) -> None:
         if reason:
             logger.warning(
-                "%s: dropped an answer that exceeds the limit of %s", self._address, reason
+                "%s: dropped an answer that exceeds the limit of %s", self.address, reason
             )
         else:
             self._on_message(parts)
@@ -610,9 +603,7 @@ class ZmqChannel(ZmqSocket[Outgoing]):
             if not self._has_logged_refusal:
                 self._has_logged_refusal = True
                 has_no_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                logger.warning(
-                    "%s: %s", self._address, _NO_KEY if has_no_key else _NO_HANDSHAKE
-                )
+                logger.warning("%s: %s", self.address, _NO_KEY if has_no_key else _NO_HANDSHAKE)
             return
         if event != zmq.EVENT_DISCONNECTED:
             self._reconnect_at = math.inf

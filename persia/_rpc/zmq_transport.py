@@ -57,11 +57,7 @@ _MAX_IPC_PATH = 107  # sockaddr_un holds 108 bytes with the final zero
 
 
 def normalized(address: str) -> str:
-    """Return an address with its scheme; ``host:port`` alone is TCP.
-
-    Raises:
-        ConfigError: If it is neither ``ipc://<path>`` nor ``[tcp://]<host>:<port>``.
-    """
+    """Return an address with its scheme; ``host:port`` alone is TCP."""
     if address.startswith(_IPC):
         path = address[len(_IPC) :]
         if not 0 < len(path.encode()) <= _MAX_IPC_PATH:
@@ -81,11 +77,8 @@ def normalized(address: str) -> str:
 class ZmqTransport:
     """Channels and listeners that share libzmq's threads.
 
-    Args:
-        limits: Bounds of a message.
-        silence_s: A peer that is silent for that many seconds is taken for gone.
-        keys: The directory of this process's keys; that of ``PERSIA_KEYS`` if not given. With
-            neither, nothing is encrypted and peers need no key.
+    ``keys`` is the directory of this process's keys; that of ``PERSIA_KEYS`` if not given. With
+    neither, nothing is encrypted and peers need no key.
     """
 
     def __init__(
@@ -95,7 +88,7 @@ class ZmqTransport:
         keys: Path | None = None,
     ) -> None:
         np.empty(_MMAP_THRESHOLD_BYTES, np.uint8)
-        self._limits = limits
+        self.limits = limits
         self._silence_ms = int(silence_s * 1000)
         # One thread of libzmq's, the default, moves about a gigabyte per second.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -110,9 +103,8 @@ class ZmqTransport:
     def listen(self, address: str) -> ZmqListener:
         """Bind to an address; port 0 or ``*`` is one that the kernel chooses.
 
-        Raises:
-            ConfigError: If it cannot be read or is in use, or a key is missing; or if other
-                machines could reach it without keys, and nothing allows that.
+        ConfigError if it cannot be read or is in use, if a key is missing, or if other machines
+        could reach it without keys and nothing allows that.
         """
         wanted = normalized(address)
         if wanted.startswith(_IPC):
@@ -135,16 +127,12 @@ class ZmqTransport:
             raise ConfigError(f"cannot listen at {wanted}: {exc.strerror}{advice}") from exc
         # With the port that the kernel chose.
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        listener = ZmqListener(socket, bound, self._limits)
+        listener = ZmqListener(socket, bound, self.limits)
         self._ends.add(listener)
         return listener
 
     def connect(self, address: str) -> ZmqChannel:
-        """Prepare a channel to an address, where a listener may appear later.
-
-        Raises:
-            ConfigError: If the address cannot be read, or a key is missing.
-        """
+        """Prepare a channel to an address, where a listener may appear later."""
         wanted = normalized(address)
         curve = {}
         if self._keys is not None:
@@ -164,7 +152,7 @@ class ZmqTransport:
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-        channel = ZmqChannel(socket, wanted, self._limits)
+        channel = ZmqChannel(socket, wanted, self.limits)
         self._ends.add(channel)
         return channel
 
@@ -173,7 +161,7 @@ class ZmqTransport:
         # The default waits for ever at close; a listener sets its own time when it closes.
         socket.setsockopt(zmq.LINGER, 0)
         # Bounds one part, not the message; the connection of a larger one is cut.
-        socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.array_bytes, 1 << 16))
+        socket.setsockopt(zmq.MAXMSGSIZE, max(self.limits.array_bytes, 1 << 16))
         # Before bind and connect: libzmq applies most options to later connections only.
         socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)

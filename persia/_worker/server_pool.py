@@ -99,7 +99,7 @@ class ServerSet:
                 server = self.servers[number]
                 if isinstance(server, Remote):
                     try:
-                        remote_calls.append(server.begin(method, *arguments))
+                        remote_calls.append(server.client.begin(method, *arguments))
                     except Exception as error:
                         answers[number] = error
                     else:

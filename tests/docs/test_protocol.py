@@ -19,9 +19,9 @@ from persia._rpc.messages import (
     TableRows,
     TableSigns,
 )
-from persia._rpc.methods import embedding_worker, parameter_server, schema_text
+from persia._rpc.methods import embedding_worker, parameter_server
 from persia._rpc.server import ServerLimits
-from tests.rpc.support import same
+from tests.rpc.support import same, schema_text
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text("utf-8")
 

@@ -12,8 +12,7 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,8 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia._training import receiver
 from tests.benchmarks.memory import resident
 from tests.rpc.support import BAD
-from tests.support.services import (
-    ADAM,
-    CONFIG,
-    SCHEMA,
-    SETTINGS,
-    features,
-    gradient,
-    make_servers,
-    make_worker,
-    sign,
-)
+from tests.rpc.test_stubs import ask_server, ask_worker
+from tests.support.services import ADAM, make_servers, make_worker
 
 PATIENCE_S = 20.0
 LARGEST_GROWTH = 512 << 20
@@ -204,75 +194,54 @@ def _call(method: Method, arguments: tuple[Any, ...]) -> list[Part]:
 
 
 def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
-    slot = SCHEMA.slots["sum"]
-    signs = np.array([sign("sum", n) for n in (3, 1, 2)], np.uint64)
-    rows = np.ones((3, slot.dim), np.float32)
-    ask = (m.TableSigns(slot.table, signs),)
-    grads = m.TableGradients(slot.table, signs, np.arange(3, dtype=np.uint32), rows)
-    entries = [m.TableEntries(slot.table, signs, rows, None)]
-    batch = features({name: [[1, 2, 2], [], [3, 1]] for name in CONFIG["slots_config"]})
-    single = features({"sum": [[1], [2]], "raw": [[1], [1]]}, 1)
-    with contextlib.closing(make_worker(list(make_servers(1)))) as worker:
-        update = gradient(worker.lookup(worker.register(single), True), (5, 1))
-    update = replace(update, learning_rates=(m.LearningRate(0, 0.5),))
+    """The calls that the tests of stubs make, and those of a data-loader."""
+    (store,) = make_servers(1, hyper=None, optimizer=None)
+    with contextlib.closing(
+        make_worker(list(make_servers(1, hyper=None, optimizer=None)))
+    ) as worker:
+        of_server, of_worker = _recorded(ask_server, store), _recorded(ask_worker, worker)
     array = np.ones((2, 3), np.float32)
     dense = (m.NamedArray("x", array), m.NamedArray("y", np.zeros(2, np.int64)))
     streamed = m.StreamedBatch(
         0, 2, True, m.RemoteRef(0, 5), dense, dense, np.zeros(2, np.uint8)
     )
+    of_rank: list[tuple[str, tuple[Any, ...]]] = [
+        ("open_stream", (m.StreamOpening(0, 1, 9, 0),)),
+        ("deliver", ((0, 9), streamed)),
+        ("relocate", ((0, 9), 0, m.RemoteRef(1, 6))),
+        ("poll", ((0, 9), 0)),
+        ("end_stream", ((0, 9), 2, "")),
+    ]
     common: list[tuple[str, tuple[Any, ...]]] = [
         ("hello", ()),
         ("finish_job", (0, True)),
         ("job_status", ("loader 0",)),
     ]
-    settings: list[tuple[str, tuple[Any, ...]]] = [
-        ("configure", (SETTINGS,)),
-        ("register_optimizer", (ADAM,)),
-        ("ready_for_serving", ()),
-        ("get_embedding_size", ()),
-        ("clear_embeddings", ()),
-        ("set_embedding", (entries,)),
-        ("stats", ()),
-    ]
     return [
-        (
-            parameter_server(),
-            [
-                *common,
-                *settings,
-                ("lookup", (m.LookupRequest(1, True, ask),)),
-                ("lookup", (m.LookupRequest(1, False, ask),)),
-                ("update", (m.UpdateRequest((7, 1), (grads,)),)),
-                ("read_embedding", (ask,)),
-            ],
-        ),
-        (
-            embedding_worker(),
-            [
-                *common,
-                *settings,
-                ("register", (batch,)),
-                ("register", (single,)),
-                ("lookup", (update.ref, True)),
-                ("lookup_direct", (batch,)),
-                ("update", (update,)),
-                ("release", (update.ref,)),
-                ("server_stats", ()),
-                ("tables_at_rate", ("shared",)),
-            ],
-        ),
-        (
-            nn_worker(),
-            [
-                *common,
-                ("open_stream", (m.StreamOpening(0, 1, 9, 0),)),
-                ("deliver", ((0, 9), streamed)),
-                ("relocate", ((0, 9), 0, m.RemoteRef(1, 6))),
-                ("poll", ((0, 9), 0)),
-                ("end_stream", ((0, 9), 2, "")),
-            ],
-        ),
+        (parameter_server(), common + of_server),
+        (embedding_worker(), common + of_worker),
+        (nn_worker(), common + of_rank),
     ]
+
+
+def _recorded(
+    ask: Callable[[Any], list[Any]], service: Any
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """The calls that ``ask`` makes of a service."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Recorder:
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(service, name)
+
+            def call(*arguments: Any) -> Any:
+                calls.append((name, arguments))
+                return found(*arguments)
+
+            return call if callable(found) else found
+
+    ask(Recorder())
+    return calls
 
 
 def corpus() -> list[bytes]:

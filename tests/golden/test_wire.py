@@ -24,11 +24,10 @@ from persia._rpc.methods import (
     embedding_worker,
     nn_worker,
     parameter_server,
-    schema_text,
 )
 from persia.config import EmbeddingSchema, schema_fingerprint
 from tests.golden.book import as_text, check, read
-from tests.rpc.support import same
+from tests.rpc.support import same, schema_text
 
 ROLES = {
     "embedding-parameter-server": (parameter_server, ParameterServer),

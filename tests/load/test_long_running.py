@@ -29,6 +29,7 @@ from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import RemoteError, ServiceBusy
 from persia.helper import PersiaServiceCtx
+from tests.benchmarks.memory import resident
 from tests.faults.batches import SLOTS, make_batch, occurrences
 from tests.faults.job import assert_trained, make_ctx, step, trained
 from tests.rpc.support import PATIENCE_S
@@ -36,7 +37,7 @@ from tests.support.local_job import local_job
 from tests.support.streams import Background
 
 # What lies between blocks that are in use, in arenas of many threads: a hundred rounds, half.
-SLACK_MIB = 24
+SLACK_BYTES = 24 << 20
 # Of Python's allocator, a round: torch keeps some for each step. One context has thousands.
 SLACK_BLOCKS = 200
 COUNT = 6
@@ -55,18 +56,17 @@ def resources() -> dict[str, Any]:
     }
 
 
-def resident_mib() -> float:
+def resident_bytes() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later is no leak
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return resident()
 
 
 def repeat(run: Callable[[], None], times: int) -> None:
     """Run it often, after a few rounds that fill caches; nothing may be left or grow."""
     for _ in range(5):
         run()
-    before, memory, blocks = resources(), resident_mib(), sys.getallocatedblocks()
+    before, memory, blocks = resources(), resident_bytes(), sys.getallocatedblocks()
     for _ in range(times):
         run()
     after = resources()
@@ -76,7 +76,7 @@ def repeat(run: Callable[[], None], times: int) -> None:
     for name in ("threads", "native threads", "descriptors"):
         assert after[name] <= before[name], name
     assert sys.getallocatedblocks() - blocks < SLACK_BLOCKS * times
-    assert resident_mib() - memory < SLACK_MIB
+    assert resident_bytes() - memory < SLACK_BYTES
 
 
 @pytest.fixture
@@ -250,37 +250,3 @@ def test_w48_gradients_in_flight_are_sent_when_the_context_is_left(place: Path) 
                 step(ctx, batch)
         with make_ctx() as ctx:
             assert_trained(ctx, occurrences(COUNT))
-
-
-def test_w48_an_end_that_is_closed_while_its_thread_looks_ends(place: Path) -> None:
-    with closing(ZmqTransport()) as transport:
-        listener: Any = transport.listen(f"ipc://{place}/listener")
-        look = listener._step
-        rests, looking, closed = threading.Event(), threading.Event(), threading.Event()
-
-        def look_late() -> bool:
-            if not rests.is_set():
-                found = bool(look())
-                if not found:
-                    rests.set()
-                return found
-            looking.set()
-            assert closed.wait(PATIENCE_S)
-            return bool(look())
-
-        listener._step = look_late
-        listener.start(lambda peer, parts: None, lambda reason: None)
-        assert rests.wait(PATIENCE_S)
-        with listener._lock:
-            listener._wake()
-        assert looking.wait(PATIENCE_S)
-        # What ``close`` does before it waits for the thread.
-        with listener._lock:
-            listener._is_closing = True
-            listener._wake()
-        closed.set()
-        listener._thread.join(PATIENCE_S)
-        is_alive = listener._thread.is_alive()
-        if is_alive:
-            listener._wake_out.send(b"\0")
-        assert not is_alive

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
+import inspect
 import socket as sockets
 import threading
 import weakref
@@ -16,12 +18,12 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import zmq
 
-from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc import messages
 from persia._rpc.client import Client
 from persia._rpc.frame import PROTOCOL, Call, Failure, Message, Part, Reply, decode, encode
 from persia._rpc.messages import TableSigns
-from persia._rpc.methods import role_of
+from persia._rpc.methods import Hello, embedding_worker, nn_worker, parameter_server, role_of
 from persia._rpc.server import Server, ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
 
@@ -41,7 +43,7 @@ class Wire:
         self._num_addresses = 0
         self._servers: list[Server] = []
 
-    def serve(self, service: Toy, address: str | None = None, **options: int) -> Server:
+    def serve(self, service: Toy, address: str | None = None, **options: Any) -> Server:
         """Start a server, which is stopped as this is closed."""
         where = address or self.address()
         self._servers.append(serve(self.transport, where, TOY, service, **options))
@@ -69,9 +71,15 @@ class Toy(Protocol):
     def echo(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]: ...
     def fill(self, num_signs: int) -> TableSigns: ...
     def wrong(self) -> int: ...
+    def clear_embeddings(self) -> None: ...  # one that the control key is for
 
 
-TOY = role_of("toy", Toy, always="add fail echo fill wrong", never="add_once hold")
+TOY = role_of(
+    "toy",
+    Toy,
+    always="add fail echo fill wrong clear_embeddings",
+    never="add_once hold",
+)
 
 
 class ToyService:
@@ -107,10 +115,7 @@ class ToyService:
             assert self.holding.acquire(timeout=PATIENCE_S)
 
     def fail(self, name: str) -> None:
-        cls = getattr(errors, name, None)
-        if cls is None:
-            raise {"KeyError": KeyError, "ZeroDivisionError": ZeroDivisionError}[name]("why")
-        raise cls(f"a {name} with its text")
+        raise getattr(builtins, name)("why")
 
     def echo(self, tables: Sequence[TableSigns]) -> tuple[TableSigns, ...]:
         return tuple(tables)
@@ -120,6 +125,14 @@ class ToyService:
 
     def wrong(self) -> Any:
         return "not an int"
+
+    def clear_embeddings(self) -> None:
+        self.total = 0
+
+
+def place(error: Any) -> tuple[str, int | None, str, str]:
+    """Where a ServiceError says that it comes from."""
+    return error.role, error.replica, error.address, error.method
 
 
 def watched(num_bytes: int) -> tuple[np.ndarray[Any, Any], threading.Event]:
@@ -157,6 +170,39 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+def message_classes() -> list[Any]:
+    """The classes of messages, in the order they are declared."""
+    own = [one for one in vars(messages).values() if dataclasses.is_dataclass(one)]
+    return [one for one in own if one.__module__ == messages.__name__]
+
+
+def schema_text() -> str:
+    """The fields of every message and method as text, as ``docs/protocol.md`` has it.
+
+    A change of this text is a change of the protocol.
+    """
+
+    def declared(hints: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}: {hint}" for name, hint in hints.items() if name != "return")
+
+    lines = [
+        f"{cls.__name__}({declared(inspect.get_annotations(cls))})"
+        for cls in [*message_classes(), Hello]
+    ]
+    for name, protocol in (
+        ("all", messages.Job),
+        (parameter_server().name, messages.ParameterServer),
+        (embedding_worker().name, messages.EmbeddingWorker),
+        (nn_worker().name, messages.NNWorker),
+    ):
+        lines.append(f"[{name}]")
+        for method, function in inspect.getmembers(protocol, inspect.isfunction):
+            if not method.startswith("_"):
+                hints = inspect.get_annotations(function)
+                lines.append(f"{method}({declared(hints)}) -> {hints['return']}")
+    return "\n".join(lines)
+
+
 @contextlib.contextmanager
 def make_client(wire: Wire, server: Server | str, **options: Any) -> Iterator[Client]:
     address = server if isinstance(server, str) else server.address
@@ -174,8 +220,7 @@ def toy_server(
     wire: Wire, address: str | None = None, **settings: int
 ) -> Iterator[tuple[Server, ToyService]]:
     service = ToyService()
-    options = {"settings": ServerLimits(**settings)}
-    server = serve(wire.transport, address or wire.address(), TOY, service, **options)
+    server = wire.serve(service, address, settings=ServerLimits(**settings))
     try:
         yield server, service
     finally:
@@ -311,6 +356,7 @@ BAD: list[tuple[str, list[bytes], str]] = [
     ("id is 0", [PROTOCOL, header(id=0)], "header"),
     ("time is float", [PROTOCOL, header(t=1.0)], "header"),
     ("time is long", [PROTOCOL, header(t=1 << 32)], "header"),
+    *[(f"replica {r!r}", [PROTOCOL, header(r=r)], "header") for r in (-1, 1 << 32, True, "0")],
     ("method is bytes", [PROTOCOL, header(m=b"add")], "header"),
     ("method is long", [PROTOCOL, header(m="a" * 65)], "header"),
     ("specs are a map", [PROTOCOL, header(a={})], "array_count"),

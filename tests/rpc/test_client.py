@@ -33,6 +33,7 @@ from tests.rpc.support import (
     Wire,
     busy,
     make_client,
+    place,
     toy_server,
 )
 
@@ -44,9 +45,7 @@ def test_nobody_there_is_unavailable_and_named(wire: Wire) -> None:
         pytest.raises(ServiceUnavailable, match=r"toy 3 at .*no connection") as caught,
     ):
         client.call("add", 1)
-    error = caught.value
-    assert (error.role, error.replica, error.method) == ("toy", 3, "add")
-    assert error.address == address
+    assert place(caught.value) == ("toy", 3, address, "add")
 
 
 @WAITING
@@ -55,9 +54,7 @@ def test_no_answer_is_a_timeout_and_named(wire: Wire) -> None:
         client.hello()
         with pytest.raises(ServiceTimeout, match=r"no answer to hold within 0.4 s") as caught:
             client.call("hold", 1, timeout_s=0.4)
-        error = caught.value
-        assert (error.role, error.replica, error.method) == ("toy", 0, "hold")
-        assert error.address == server.address
+        assert place(caught.value) == ("toy", 0, server.address, "hold")
         service.permits.release()
         assert client.call("add", 1) == 1
 

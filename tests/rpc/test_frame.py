@@ -152,7 +152,7 @@ def test_limits_hold_on_both_sides(fits: Any, exceeds: Any, reason: str) -> None
         return Reply(1, 1, None, tuple(numbers(n) for n in content))
 
     decode(encode(message(fits), SMALL), SMALL)
-    with pytest.raises(ProtocolError, match=r"at most|may have"):
+    with pytest.raises(ProtocolError, match="may have"):
         encode(message(exceeds), SMALL)
     with pytest.raises(UnreadableFrame) as caught:
         decode(encode(message(exceeds)), SMALL)
@@ -177,11 +177,3 @@ def test_the_number_is_in_the_header_if_it_is_known() -> None:
     headers = [msgpack.unpackb(encode(Call(1, "add", 5, [1], (), r))[1]) for r in (None, 0)]
     assert headers[1] == headers[0] | {"r": 0}
     assert "r" not in headers[0]
-
-
-@pytest.mark.parametrize("number", [-1, 1 << 32, True, "0", 1.0])
-def test_a_number_that_is_none_is_refused(number: object) -> None:
-    parts = encode(Call(1, "add", 5, [1]))
-    bad = Call(1, "add", 5, [1], (), number)  # type: ignore[arg-type]
-    with pytest.raises(UnreadableFrame, match="r: expected an integer in 0"):
-        decode([parts[0], encode(bad)[1]])

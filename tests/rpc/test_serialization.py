@@ -69,7 +69,7 @@ def test_arrays_begin_at_multiples_of_8_and_are_owned() -> None:
         (forged(b"\xc1"), "unreadable header"),
         (forged(msgpack.packb([1])), "unreadable header"),
         (forged(msgpack.packb({"h": [], "a": []})), "expected a map as header, got list"),
-        (forged(b"\x80", head_bytes=2**32 - 1), "expected a header of 4294967295 bytes"),
+        (forged(b"\x80", head_bytes=2**32 - 1), "unreadable header of 8 bytes"),
         (forged(b"\x91" * 5000), "unreadable header"),
     ],
 )

@@ -42,6 +42,7 @@ from tests.rpc.support import (
     busy,
     header,
     make_client,
+    place,
     raw_peer,
     tcp_of,
     toy_server,
@@ -199,6 +200,31 @@ def test_a_flood_leaves_others_their_turn(wire: Wire) -> None:
         assert server.stats()["busy"] == 36
 
 
+def test_who_sends_much_leaves_room_for_others(ipc_wire: Wire) -> None:
+    """A connection has a share of the bytes as well: all of them would make others wait."""
+    with (
+        toy_server(ipc_wire, bytes=40_000, bytes_per_peer=10_000, num_threads=1) as served,
+        raw_peer(served[0].address) as flood,
+        raw_peer(served[0].address) as other,
+    ):
+        server, service = served
+        flood.call(1, "hold", 1)
+        for number in range(2, 9):
+            small = np.zeros(500, np.uint64)  # 4,000 bytes
+            flood.send(encode(Call(number, "echo", 20_000, [[[0, 0]]], (small,))))
+        for number in range(4, 9):
+            answer = flood.answer(number)
+            assert isinstance(answer, Failure)
+            assert "bytes of this peer are queued" in answer.body[1]
+        big = np.zeros(2_500, np.uint64)  # more than a share, but alone
+        other.send(encode(Call(1, "echo", 20_000, [[[0, 0]]], (big,))))
+        other.settle()
+        assert server.stats()["busy"] == 5
+        service.permits.release()
+        assert isinstance(other.answer(1), Reply)
+        assert isinstance(flood.answer(3), Reply)
+
+
 def test_who_does_not_read_loses_answers_and_holds_up_nobody(ipc_wire: Wire) -> None:
     with (
         toy_server(ipc_wire) as (server, _),
@@ -217,11 +243,10 @@ def test_who_does_not_read_loses_answers_and_holds_up_nobody(ipc_wire: Wire) -> 
 @contextlib.contextmanager
 def limited(tmp_path: Path, **limits: int) -> Iterator[tuple[Server, Client]]:
     """A server with bounds of a message, and a client with the same."""
-    bounds = Limits(**limits)
-    with contextlib.closing(ZmqTransport(bounds)) as transport:
+    with contextlib.closing(ZmqTransport(Limits(**limits))) as transport:
         address = f"ipc://{tmp_path}/a"
-        server = serve(transport, address, TOY, ToyService(), limits=bounds)
-        own = Client(transport, address, TOY, timeout_s=PATIENCE_S, limits=bounds)
+        server = serve(transport, address, TOY, ToyService())
+        own = Client(transport, address, TOY, timeout_s=PATIENCE_S)
         with contextlib.closing(own) as client:
             yield server, client
         server.stop()
@@ -242,7 +267,7 @@ def test_parts_beyond_the_limit_cut_the_connection_off(tmp_path: Path) -> None:
         assert other.call("add", 1) == 3
         assert other.stats().get("lost", 0) == 0
         # A client with the same limits refuses to send it.
-        with pytest.raises(ProtocolError, match="expected at most 65536 bytes"):
+        with pytest.raises(ProtocolError, match="65536 bytes in an array"):
             other.call("echo", large)
 
 
@@ -262,7 +287,7 @@ def test_too_many_parts_are_dropped_and_counted(tmp_path: Path) -> None:
 
 def test_a_result_too_large_is_an_error_for_its_caller(tmp_path: Path) -> None:
     with limited(tmp_path, array_bytes=1 << 16) as (_, client):
-        with pytest.raises(ProtocolError, match="expected at most 65536 bytes, got 80000"):
+        with pytest.raises(ProtocolError, match="65536 bytes in an array, this one has 80000"):
             client.call("fill", 10_000)
         assert len(client.call("fill", 8192).signs) == 8192
 
@@ -286,6 +311,8 @@ def test_a_repetition_of_what_is_here_is_not_begun(wire: Wire) -> None:
             result = pool.submit(added.result)
             while server.stats().get("repeated", 0) < 3:
                 client.hello()
+            client._attempt_s = PATIENCE_S  # one that comes after the answer is begun again
+            client.hello()
             service.permits.release()
             assert result.result(PATIENCE_S) == 5
         assert service.calls == [("hold", 1), ("add", 5)]
@@ -306,6 +333,7 @@ def test_a_failing_method_harms_nobody(wire: Wire) -> None:
         with pytest.raises(RemoteError, match="ZeroDivisionError: why") as caught:
             client.call("fail", "ZeroDivisionError")
         assert "support.py" in str(caught.value.__cause__)
+        assert place(caught.value) == ("toy", 0, server.address, "fail")
         with pytest.raises(DataTypeError, match="wrong's result: expected int, got str"):
             client.call("wrong")
         assert client.call("add", 2) == 2

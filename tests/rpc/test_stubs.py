@@ -25,7 +25,7 @@ from persia._rpc.methods import parameter_server
 from persia._rpc.server import serve
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
 from persia.errors import ConfigError, PersiaError, UnknownRef
-from tests.rpc.support import PATIENCE_S, Wire, same
+from tests.rpc.support import PATIENCE_S, Wire, place, same
 from tests.support.services import (
     ADAM,
     CONFIG,
@@ -144,6 +144,7 @@ def ask_worker(worker: EmbeddingWorker) -> list[Any]:
         ask("set_embedding", entries),
         ask("lookup_direct", evaluated),
         ask("stats"),
+        ask("server_stats"),
         ask("clear_embeddings"),
         ask("get_embedding_size"),
     ]
@@ -198,12 +199,9 @@ def test_errors_name_the_server_behind_the_worker(wire: Wire) -> None:
         remotes[1].close()
         with pytest.raises(PersiaError, match="embedding-parameter-server 1") as caught:
             stub.get_embedding_size()
-        error: Any = caught.value
-        assert (error.role, error.replica) == ("embedding-parameter-server", 1)
-        assert (error.address, error.method) == (
-            remotes[1].client.address,
-            "get_embedding_size",
-        )
+        where = remotes[1].client.address
+        expected = ("embedding-parameter-server", 1, where, "get_embedding_size")
+        assert place(caught.value) == expected
 
 
 def test_hello_is_checked(wire: Wire) -> None:

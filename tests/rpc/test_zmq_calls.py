@@ -17,6 +17,7 @@ import zmq
 
 from persia._rpc import zmq_calls
 from persia._rpc.client import Client
+from persia._rpc.frame import Part
 from persia.errors import ServiceTimeout
 from tests.rpc.conftest import WAITING
 from tests.rpc.support import PATIENCE_S, Wire, toy, watched
@@ -25,6 +26,7 @@ from tests.rpc.support import PATIENCE_S, Wire, toy, watched
 def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(
     tmp_path: Path,
 ) -> None:
+    received: list[tuple[list[Part], str]] = []
     with (
         zmq.Context() as context,
         context.socket(zmq.PULL) as pull,
@@ -34,36 +36,35 @@ def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(
         push.connect(f"ipc://{tmp_path}/a")
         array, is_gone = watched(1 << 16)
         assert pull.poll(0) == 0
-        assert zmq_calls.receive(pull, 9, 1 << 30) is None
+        assert not zmq_calls.receive(pull, 9, 1 << 30, received)
         assert push.poll(int(PATIENCE_S * 1000), zmq.POLLOUT)
         assert zmq_calls.send(push, [b"head", array.data], 1 << 12)
         del array
         assert pull.poll(int(PATIENCE_S * 1000))
-        received = zmq_calls.receive(pull, 9, 1 << 30)
-        assert received is not None
+        assert zmq_calls.receive(pull, 9, 1 << 30, received)
         deadline = time.monotonic() + PATIENCE_S
         while not is_gone.wait(0.001) and time.monotonic() < deadline:
             zmq_calls.release()
         assert is_gone.is_set()
-    parts, reason = received
+    ((parts, reason),) = received
     assert (bytes(parts[0]), len(parts[1]), reason) == (b"head", 1 << 16, "")
     got = np.frombuffer(parts[1], np.uint8)
     assert got.flags.writeable
     assert np.array_equal(got, np.arange(1 << 16, dtype=np.uint8))
 
 
-def test_a_message_beyond_a_limit_is_taken_whole_and_dropped(tmp_path: Path) -> None:
+def test_a_message_beyond_a_limit_is_taken_whole_and_dropped() -> None:
+    received: list[tuple[list[Part], str]] = []
     with zmq.Context() as context, context.socket(zmq.PAIR) as a, context.socket(zmq.PAIR) as b:
         a.bind("inproc://a")
         b.connect("inproc://a")
         for parts in ([b"1", b"2", b"3"], [b"12345", b"6"], [b"good"]):
             assert zmq_calls.send(a, parts, 1 << 12)
-        assert zmq_calls.receive(b, 2, 100) == ([], "num_arrays")
-        assert zmq_calls.receive(b, 2, 5) == ([], "message_bytes")
-        received = zmq_calls.receive(b, 2, 5)
-        assert received is not None
-        assert bytes(received[0][0]) == b"good"
-        assert zmq_calls.receive(b, 2, 5) is None
+        for max_bytes in (100, 5, 5):
+            assert zmq_calls.receive(b, 2, max_bytes, received)
+        assert received[:2] == [([], "num_arrays"), ([], "message_bytes")]
+        assert bytes(received[2][0][0]) == b"good"
+        assert not zmq_calls.receive(b, 2, 5, received)
         assert zmq_calls.events(b) == zmq.POLLOUT
     with pytest.raises(zmq.ZMQError):
         zmq_calls.send(a, [b"closed"], 1 << 12)

@@ -67,6 +67,32 @@ def test_an_end_that_is_closed_while_its_connection_breaks_has_no_endless_thread
     assert not closing.is_alive()
 
 
+def test_w48_an_end_that_is_closed_while_its_thread_looks_ends(
+    transport: ZmqTransport, address: str
+) -> None:
+    """Nothing wakes it: it was not waiting when the end was closed."""
+    listener = transport.listen(address)
+    looking, closed = threading.Event(), threading.Event()
+    look = listener._step
+
+    def look_late() -> bool:
+        looking.set()
+        assert closed.wait(WAIT_S)
+        return look()
+
+    listener._step = look_late  # type: ignore[method-assign]
+    listener.start(lambda peer, parts: None, lambda reason: None)
+    assert looking.wait(WAIT_S)
+    # What ``close`` does before it waits for the thread.
+    with listener._lock:
+        listener._is_closing = True
+        listener._wake()
+    closed.set()
+    assert listener._thread is not None
+    listener._thread.join(WAIT_S)
+    assert not listener._thread.is_alive()
+
+
 class Broken(Exception):
     """What a test has the thread of an end fail with."""
 
