@@ -128,9 +128,14 @@ _rank = Variable("RANK", _INTEGER, "Number of this nn-worker; set by torchrun.")
 _local_rank = Variable("LOCAL_RANK", _INTEGER, "Its number on its node; set by torchrun.")
 _replica_size = Variable("REPLICA_SIZE", _COUNT, "Number of replicas of this role.", "1")
 _replica_index = Variable(
-    "REPLICA_INDEX", _REPLICA, "Its number; `auto`: as Compose or Kubernetes count.", "0"
+    "REPLICA_INDEX",
+    _REPLICA,
+    "Number of this replica; `auto`: as Compose or Kubernetes count.",
+    "0",
 )
-master_address = Variable("MASTER_ADDR", _OPTIONAL_TEXT, "Host where torch's ranks meet.")
+master_address = Variable(
+    "MASTER_ADDR", _OPTIONAL_TEXT, "Host of rank 0, where torch's ranks meet."
+)
 master_port = Variable("MASTER_PORT", _INTEGER, "Port on that host.")
 
 # What a job is.
@@ -142,7 +147,9 @@ nn_worker_entry = Variable("PERSIA_NN_WORKER_ENTRY", _PATH, "Script that nn-work
 data_loader_entry = Variable("PERSIA_DATALOADER_ENTRY", _PATH, "Script of data-loaders.")
 data_dir = Variable("PERSIA_DATA_DIR", _PATH, "Folder with data sets, for examples and tests.")
 run_id = Variable(
-    "PERSIA_RUN_ID", _OPTIONAL_TEXT, "Name of the run; a server started again keeps its rows."
+    "PERSIA_RUN_ID",
+    _OPTIONAL_TEXT,
+    "Name of the run; a server restarted under it keeps its rows.",
 )
 
 # Where processes listen and look for each other.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from persia.distributed import (
     get_default_distributed_option,
 )
 from persia.errors import ConfigError
+from tests.support.processes import DEADLINE_S
 
 Monkey = pytest.MonkeyPatch
 
@@ -102,6 +105,35 @@ def test_one_rank_alone(tmp_path: Path) -> None:
         option.convert2distributed_model(torch.nn.Linear(2, 1), 2, 1)
     none = torch.nn.Identity()  # has no parameters, and so needs no wrapper
     assert DDPOption(backend="gloo").convert2distributed_model(none, 1, 0) == (none, None)
+
+
+RANK = """
+import sys, torch
+from persia.distributed import DDPOption
+rank, sync_file = int(sys.argv[1]), sys.argv[2]
+model = torch.nn.Linear(2, 1, bias=False)
+option = DDPOption("file", "gloo", sync_file=sync_file)
+parallel, _ = option.convert2distributed_model(model, 2, rank)
+parallel(torch.full((1, 2), float(rank + 1))).sum().backward()
+print(model.weight.grad.tolist(), model.weight.sum().item())
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow  # two processes that import torch
+def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "sync")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("[[1.5, 1.5]]")
 
 
 @pytest.mark.parametrize(

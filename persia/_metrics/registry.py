@@ -4,15 +4,15 @@
 
 Nothing is registered with the library's global registry, so that contexts of one process cannot
 collide. Where a registry has two sources of one role and replica, as of two contexts of a
-process, those after the first have the label ``context`` too.
+process, those after the first have the label ``context`` too, and keep it when the first ends.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from persia._metrics.definitions import METRICS
@@ -54,7 +54,9 @@ class MetricSource:
 class Metrics:
     """A registry over the sources that exist at each reading.
 
-    ``with_process``: of memory, CPU time and open files of the process too.
+    Args:
+        sources: Returns the sources that exist now.
+        with_process: Whether memory, CPU time and open files of the process are read too.
     """
 
     def __init__(
@@ -62,17 +64,23 @@ class Metrics:
     ) -> None:
         self._sources = sources
         self._with_process = with_process
+        self._registry: CollectorRegistry | None = None
+        self._lock = threading.Lock()  # guards the next
+        # Of the last reading: each source's number among those of its role, replica and part.
+        self._places: dict[tuple[str, int, str, int], int] = {}
 
-    @cached_property
+    @property
     def registry(self) -> CollectorRegistry:
         """The ``prometheus_client`` registry, for a user's own server or gateway."""
-        from prometheus_client import CollectorRegistry, ProcessCollector
+        if self._registry is None:
+            from prometheus_client import CollectorRegistry, ProcessCollector
 
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        if self._with_process:
-            ProcessCollector(registry=registry)
-        return registry
+            registry = CollectorRegistry(auto_describe=False)
+            registry.register(self)
+            if self._with_process:
+                ProcessCollector(registry=registry)
+            self._registry = registry
+        return self._registry
 
     def text(self) -> str:
         """Return all metrics in Prometheus' text format."""
@@ -111,15 +119,24 @@ class Metrics:
         once: dict[tuple[int, str], MetricSource] = {}
         for source in self._sources():
             once.setdefault((id(source.of), source.part), source)
-        num_alike: Counter[tuple[str, int, str]] = Counter()
-        for source in once.values():
+        for source, place in self._placed(list(once.values())):
             labels = {"role": source.role, "replica": str(source.replica)}
-            key = source.role, source.replica, source.part
-            num_alike[key] += 1
-            if num_alike[key] > 1:
-                labels["context"] = str(num_alike[key])
+            if place > 1:
+                labels["context"] = str(place)
             for sample in source.read():
                 yield labels, sample
+
+    def _placed(self, sources: list[MetricSource]) -> list[tuple[MetricSource, int]]:
+        """Give each source the number that it had, or the first free one."""
+        keys = [(one.role, one.replica, one.part, id(one.of)) for one in sources]
+        with self._lock:
+            places = {key: self._places[key] for key in keys if key in self._places}
+            for key in keys:
+                taken = {place for other, place in places.items() if other[:3] == key[:3]}
+                if key not in places:
+                    places[key] = next(n for n in itertools.count(1) if n not in taken)
+            self._places = {**places}
+        return [(one, places[key]) for one, key in zip(sources, keys, strict=True)]
 
 
 def _add(family: Family, labels: dict[str, str], value: float | Distribution) -> None:

@@ -480,7 +480,7 @@ def _as_rows(
     name: str, part: TableEntries, matrix: NDArray[Element], dtype: type[Element], width: int
 ) -> NDArray[Element]:
     """Return ``matrix`` in C order, if it is one row a sign."""
-    got = getattr(matrix, "dtype", type(matrix).__name__)
+    got = matrix.dtype if isinstance(matrix, np.ndarray) else type(matrix).__name__
     if got != dtype:
         expected = np.dtype(dtype)
         raise DataTypeError(f"table {part.table}: expected {name} as {expected}, got {got}")

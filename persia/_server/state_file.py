@@ -326,6 +326,14 @@ def _check_room(directory: Path, config: ParameterServerConfig) -> None:
             f"state_dir: {directory} has {free / 1e6:.0f} MB free, expected at least "
             f"{least / 1e6:.0f} MB and better the memory limit (docker: --shm-size)"
         )
+    if limit > free:
+        logger.info(
+            "state_dir: %s has %.2f GB free, and the memory limit is %.2f GB: beyond that rows "
+            "will not outlive this process",
+            directory,
+            free / 1e9,
+            limit / 1e9,
+        )
 
 
 def _parent() -> Parent | None:

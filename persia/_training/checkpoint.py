@@ -475,13 +475,16 @@ def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
         return found
     found = _without_prefix(found, instance)
     own: dict[str, Any] = instance.state_dict()
+    wrong = []
     for name in sorted(own.keys() | found.keys()):
         here, there = _shape(own, name), _shape(found, name)
         if here != there:
-            raise CheckpointError(
-                f"{place} does not fit this {type(instance).__name__}: {name} is {here} here "
-                f"and {there} there"
-            )
+            wrong.append(f"{name} is {here} here and {there} there")
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{place} does not fit this {type(instance).__name__}: {'; '.join(wrong[:3])}{more}"
+        )
     return found
 
 
@@ -499,7 +502,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
     here = [len(group["params"]) for group in optimizer.param_groups]
     there = None
     if isinstance(state.get("state"), dict):
-        with contextlib.suppress(AttributeError, KeyError, TypeError):
+        with contextlib.suppress(AttributeError, LookupError, TypeError):
             there = [len(group["params"]) for group in state["param_groups"]]
     if there != here:
         raise CheckpointError(

@@ -254,7 +254,7 @@ def take_gradients(leaves: list[Leaf]) -> list[tuple[Leaf, torch.Tensor | None]]
 
 def _sum_per_row(gradient: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Add the rows of a leaf's gradient per distinct id, in the order of their positions."""
-    summed = torch.zeros(num_rows, gradient.shape[1])
+    summed = torch.zeros(num_rows, gradient.shape[1], dtype=torch.float32)
     if len(index):
         pooling.index_add(gradient.float().contiguous().numpy(), index.numpy(), summed.numpy())
     return summed
@@ -445,10 +445,12 @@ def call_again(
     ``time.perf_counter``; what is raised is the last.
     """
     left_s = env.rpc_timeout_s() - (time.perf_counter() - begin)
-    if batch.register_again is None or left_s <= 0:
+    # Once: a batch that is given up meanwhile has none any more.
+    register_again = batch.register_again
+    if register_again is None or left_s <= 0:
         raise error
     for _ in Retry(left_s):
-        batch.ref = batch.register_again(error)  # for a release, should the call fail too
+        batch.ref = register_again(error)  # for a release, should the call fail too
         try:
             return call(batch.ref)
         except LOST as exc:

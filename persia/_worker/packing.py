@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -49,7 +49,7 @@ from persia._rpc.messages import (
     UpdateReport,
 )
 from persia.config import EmbeddingSchema, Slot
-from persia.errors import DataError, DataTypeError, StoreError
+from persia.errors import DataError, DataTypeError, StoreError, did_you_mean
 from persia.logger import get_logger
 
 _logger = get_logger("persia.embedding_worker")
@@ -137,7 +137,7 @@ class BatchPlanner:
                 "none of the first %d batches has %s of the embedding config: if the model "
                 "needs them, data-loaders have to send them; if not, take them out",
                 UNSEEN_AFTER,
-                ", ".join(map(repr, sorted(self._unseen))),
+                ", ".join(map(repr, sorted(self._unseen)[:5])),
             )
         return plan
 
@@ -176,12 +176,12 @@ class BatchPlanner:
         return BatchPlan(names, tuple(features), tuple(plans))
 
 
-def check_names(names: Iterable[str], known: Container[str], where: str) -> None:
+def check_names(names: Iterable[str], known: Collection[str], where: str) -> None:
     """Raise a DataError unless each name is in ``known`` and comes once."""
     seen: set[str] = set()
     for name in names:
         if name not in known:
-            raise DataError(f"feature {name!r} is not in {where}")
+            raise DataError(f"feature {name!r} is not in {where}{did_you_mean(name, known)}")
         if name in seen:
             raise DataError(f"feature {name!r} comes twice in one batch, expected once")
         seen.add(name)

@@ -175,7 +175,7 @@ class ServerSet:
         if num_recovered:
             logger.warning("%s has its %d rows again; training goes on", name, num_recovered)
         elif "configure" not in settings:  # nor was this worker ever asked for rows to train
-            logger.info("%s held no row of a training", name)
+            logger.info("%s gets no settings: no trainer has configured it here yet", name)
         else:
             logger.error(
                 "%s THE ROWS IT HELD ARE LOST: their ids start from initial values; it is "
@@ -203,7 +203,10 @@ def _sort_servers(
                 f"the number given"
             )
         if index in by_index:
-            raise ConfigError(f"parameter server {index} of {size} was given twice")
+            missing = sorted(set(range(size)) - {one.replica_index for one in servers})
+            raise ConfigError(
+                f"parameter server {index} of {size} was given twice; missing: {missing}"
+            )
         if server.schema_fingerprint != fingerprint:
             differences = describe_differences(
                 server.schema_fingerprint, fingerprint, "there", "here"

@@ -18,9 +18,13 @@ from persia.config._compare import (
     schema_fingerprint,
 )
 from persia.config._global import (
+    CheckpointingConfig,
+    CommonConfig,
     EmbeddedConfig,
     EmbeddingWorkerConfig,
     GlobalConfig,
+    InferConfig,
+    MetricsConfig,
     ParameterServerConfig,
     resolve_memory_limit,
 )
@@ -44,6 +48,8 @@ __all__ = [
     "OPTIMIZERS",
     "POOLINGS",
     "SAME_EVERYWHERE",
+    "CheckpointingConfig",
+    "CommonConfig",
     "ConfigSource",
     "EmbeddedConfig",
     "EmbeddingSchema",
@@ -53,7 +59,9 @@ __all__ = [
     "GroupEviction",
     "GroupOptimizer",
     "GroupSettings",
+    "InferConfig",
     "Initialization",
+    "MetricsConfig",
     "ParameterServerConfig",
     "Pooling",
     "Slot",

@@ -161,7 +161,7 @@ class ParameterServerConfig(Section):
         if self.admission_sketch_bytes is not None:
             return self.admission_sketch_bytes
         limit = self.memory_limit_bytes() or resolve_memory_limit(None)
-        return min(4 * self.capacity, limit // 32)
+        return max(64, min(4 * self.capacity, limit // 32))  # a shard has a line at least
 
     def memory_limit_bytes(self) -> int:
         """Return ``memory_limit`` in bytes on this machine; 0 is no limit."""

@@ -28,6 +28,9 @@ from persia.config.document import (
     integer,
 )
 from persia.errors import ConfigError, did_you_mean
+from persia.logger import get_logger
+
+_logger = get_logger("persia.config")
 
 Pooling = Literal["sum", "mean", "sqrt", "max", "raw", "jagged"]
 POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
@@ -433,6 +436,15 @@ def _resolve(
                 f"into {id_bits} bits",
                 *("slots_config", name, "hash_stack_config"),
             )
+        pooling = slot.resolved_pooling()
+        if slot.sqrt_scaling and pooling in _PER_ID:
+            _logger.warning(
+                "%s: slots_config.%s.sqrt_scaling has no effect with pooling %r, which sums "
+                "nothing",
+                document.place("slots_config", name, "sqrt_scaling"),
+                name,
+                pooling,
+            )
         group = group_of[name]
         settings = keys.group_settings.get(group, GroupSettings())
         if settings.admission is not None and slot.admit_probability is not None:
@@ -451,7 +463,7 @@ def _resolve(
         slots[name] = Slot(
             name=name,
             dim=slot.dim,
-            pooling=slot.resolved_pooling(),
+            pooling=pooling,
             sample_fixed_size=slot.sample_fixed_size,
             hash_stack_rounds=stack.hash_stack_rounds,
             hash_stack_size=stack.embedding_size,

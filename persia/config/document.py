@@ -152,6 +152,16 @@ def _checked(model: Model) -> Model:
     return model
 
 
+# Of the keys by which each of the two files is known.
+_CONFIG_OF = {
+    "slots_config": "embedding",
+    "common_config": "global",
+    "embedding_worker_config": "global",
+    "embedding_parameter_server_config": "global",
+    "embedded_config": "global",
+}
+
+
 class Section(Model):
     """A mapping of a YAML file: a key without a value counts as not given.
 
@@ -175,7 +185,9 @@ class Section(Model):
                 raise InvalidValue(f"expected names as keys, got {key!r}; put it in quotes")
             name = key_of.get(key, key)
             if name not in names:
-                raise InvalidValue(f"unknown key{did_you_mean(key, names)}", key)
+                of = _CONFIG_OF.get(key, "")
+                hint = f": it is of the {of} config; are the two swapped?" if of else ""
+                raise InvalidValue(f"unknown key{hint or did_you_mean(key, names)}", key)
             if name in spelled:
                 raise InvalidValue(f"{spelled[name]!r} and {key!r} are the same setting")
             spelled[name] = key
@@ -191,17 +203,12 @@ class Choice(Section):
 
     @classmethod
     def prepare(cls, value: object) -> object:
-        """Return the mapping with its options in one field; none of them takes a text."""
+        """Return the mapping with its options in one field."""
         if not isinstance(value, Mapping):
             return value
         options = dict(value)
         name = dataclasses.fields(cls)[0].name  # type: ignore[arg-type]
-        name_and_options = {name: options.pop(name, None), "options": options}
-        for option, item in options.items():
-            if isinstance(item, str):
-                text = f"expected a number, true or false, without quotes, got {show(item)}"
-                raise InvalidValue(text, option)
-        return name_and_options
+        return {name: options.pop(name, None), "options": options}
 
 
 def validate(cls: type[T], value: object) -> T:
@@ -244,7 +251,10 @@ def _invalid(
             f"expected names as keys, got {show(value)}; put it in quotes", *keys[:-2]
         )
     expected = context.get("words") or context.get("expected") or _EXPECTED.get(kind, kind)
-    return InvalidValue(f"expected {expected}, got {show(value)}", *keys)
+    hint = ""
+    if kind == "literal_error" and isinstance(value, str):
+        hint = did_you_mean(value, str(expected).split("'")[1::2])
+    return InvalidValue(f"expected {expected}, got {show(value)}{hint}", *keys)
 
 
 def show(value: object) -> str:

@@ -7,6 +7,7 @@ its reads wait for the updates in flight. What each of them does there is a Sess
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import weakref
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from persia import env
 from persia._cluster.connect import connect_embedding_workers, listening_address
-from persia._rpc.deadlines import Retry
+from persia._rpc.deadlines import Retry, within
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training.receiver import ChildStream, Stream
@@ -32,9 +33,13 @@ if TYPE_CHECKING:
     from persia._training.ranks import StepBarrier
     from persia.config import EmbeddingSchema
 
+logger = logging.getLogger("persia.ctx")
+
 # Seconds that servers have to become ready, and between two requests whether they are.
 READY_S = 300.0
 ASK_AGAIN_S = 0.1
+# For the names of slots, after an error of the user's model.
+_ASK_S = 3.0
 
 # By id of the worker, which a connection keeps alive. Weak: it ends with its last context.
 _connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
@@ -101,6 +106,15 @@ class Connection:
         self.reported = {**self.reported, **numbers}
         if self.recorder is not None:
             self.recorder.note_reported(numbers)
+
+    def slot_names(self) -> list[str]:
+        """Return the slots of the embedding config, if servers still answer."""
+        try:
+            with within(_ASK_S):
+                return [one.name for one in self.worker.feature_stats()]
+        except Exception as exc:  # the model's error is what the user must see
+            logger.debug("no slots to compare a batch with: %r", exc)
+            return []
 
     def close(self) -> None:
         """Close the sockets to the embedding-workers of a job."""

@@ -301,7 +301,8 @@ class EmbeddingCtx(BaseCtx):
         try:
             output = model(non_id_type_tensors, embedding_tensors)
         except Exception as error:
-            error_hints.explain_model(error, batch)
+            slot_names = self._session.connection.slot_names if self._session else list
+            error_hints.explain_model(error, batch, slot_names)
             raise
         self._output = getattr(output, "dtype", None), getattr(output, "shape", None)
         return output, labels

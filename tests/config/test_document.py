@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from persia.config import EmbeddingSchema
+from persia.config import EmbeddingSchema, GlobalConfig
 from persia.config.document import (
     Expect,
     InvalidValue,
@@ -112,6 +112,20 @@ def test_w28_unknown_key_names_file_path_and_nearest_name(tmp_path: Path) -> Non
         f"{path}:4: slots_config.age.embeding_summation: unknown key, "
         "did you mean 'embedding_summation'?"
     )
+
+
+def test_two_files_that_were_swapped_are_said_to_be(tmp_path: Path) -> None:
+    slots, common = tmp_path / "slots.yml", tmp_path / "common.yml"
+    slots.write_text("slots_config: {age: {dim: 8}}\n")
+    common.write_text("embedding_worker_config: {forward_buffer_size: 9}\n")
+    for cls, path, says in (
+        (EmbeddingSchema, common, "embedding_worker_config: unknown key: it is of the global"),
+        (GlobalConfig, slots, "slots_config: unknown key: it is of the embedding"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"{path}:1: {says} config; are the two swapped\?"
+        ):
+            cls.load(path)
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

@@ -517,6 +517,7 @@ def single(ids: Any) -> IDTypeFeatureWithSingleID:
 
 
 TO_IDS = "; np.asarray(ids).astype(np.uint64) makes one of it"
+OF_TENSOR = "; .cpu().numpy().astype(np.uint64) makes one of it"
 HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8"
 
 
@@ -529,7 +530,7 @@ HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, ob
         (pd.Series(["a", "b"]), HASH),
         (pd.Series(["a", "b"], dtype="category"), HASH),
         (pd.Categorical(["a", "b"]), HASH),
-        (torch.tensor([1, 2]), TO_IDS),
+        (torch.tensor([1, 2]), OF_TENSOR),
         (pd.Series([1, 2]), TO_IDS),
         ([1, 2], TO_IDS),
         (np.array([1, -2]), TO_IDS),
@@ -556,7 +557,7 @@ def test_w05_what_is_typed_after_the_advice_is_taken() -> None:
     [
         ([3, 4], "sample 0: expected a 1-D numpy array of uint64, got an object of type int"),
         (["a", "b"], HASH),
-        ([torch.tensor([1])], TO_IDS),
+        ([torch.tensor([1])], OF_TENSOR),
     ],
 )
 def test_w05_samples_of_other_types_are_told_what_to_type(samples: Any, hint: str) -> None:

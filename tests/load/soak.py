@@ -157,7 +157,7 @@ def check(
     assert counts["trained"] == stats["sent"] == sum(by_loader)
     for name in ("lost", "kept"):
         assert stats[name] == 0, stats
-    for name in ("doubled", "missing", "lost", "unread", "pending", "in_flight"):
+    for name in ("doubled", "missing", "lost", "unread", "pending", "taken"):
         assert counts.get(name, 0) == 0, counts
     np.testing.assert_array_equal(rows, sum(np.array(part["occurrences"]) for part in sent))
     share = max(by_loader) / min(by_loader)

@@ -97,3 +97,16 @@ def test_w66_no_step_synchronises_the_device() -> None:
     assert not found_in_sources(waits, r"\btorch\.cuda\b")
     step = "def step():\n    torch.cuda.synchronize()\n    torch.cuda.Stream(device)\n"
     assert [line for line, _ in waits(ast.parse(step))] == [2, 3]
+
+
+def test_no_named_tuple_has_another_base() -> None:
+    """Python 3.10 refuses it when the class is made."""
+
+    def mixed(tree: ast.AST) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            bases = [ast.unparse(base) for base in getattr(node, "bases", ())]
+            if isinstance(node, ast.ClassDef) and len(bases) > 1 and "NamedTuple" in bases:
+                yield node.lineno, node.name
+
+    assert not found_in_sources(mixed, r"(?!)")
+    assert list(mixed(ast.parse("class Both(NamedTuple, Generic[T]): ...")))

@@ -35,3 +35,18 @@ def test_ports_are_those_of_the_code() -> None:
     assert [int(port) for port in re.findall(r"\b9\d\d\d\b", line)] == list(
         DEFAULT_PORTS.values()
     )
+
+
+def test_every_name_of_the_original_is_kept_or_accounted_for() -> None:
+    originals = {
+        *("batch_unique_indices_rate", "num_pending_batches", "staleness", "nan_count"),
+        *("nan_grad_skipped", "lookup_preprocess_time_cost_sec", "lookup_rpc_time_cost_sec"),
+        *("lookup_postprocess_time_cost_sec", "lookup_total_time_cost_sec"),
+        *("update_gradient_time_cost_sec", "index_miss_count", "index_miss_ratio"),
+        *("gradient_id_miss_count", "set_embedding_time_cost_sec"),
+        *("lookup_hashmap_time_cost_sec", "forward_client_to_gpu_time_cost_sec"),
+        *("forward_client_time_cost_sec", "backward_client_time_cost_sec", "forward_error"),
+        "get_train_batch_time_cost_more_than_1ms_sec",
+        "update_gradient_batched_time_cost_more_than_1ms_sec",
+    }
+    assert set(filter(is_originals, METRICS)) == originals

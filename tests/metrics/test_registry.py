@@ -23,12 +23,16 @@ def test_a_component_that_two_contexts_name_is_read_once() -> None:
     assert 'persia_rows{replica="0",role="embedding-parameter-server"} 3.0' in metrics.text()
 
 
-def test_a_second_source_has_a_label() -> None:
-    sources = [source(3, object()), source(5, object()), source(7, object(), replica=1)]
+def test_a_second_source_has_a_label_and_keeps_it() -> None:
+    one, other = object(), object()
+    sources = [source(3, one), source(5, other)]
     metrics = Metrics(lambda: sources, with_process=False)
     assert metrics.value(ROWS, context="2") == 5
+    del sources[0]
+    assert metrics.value(ROWS, context="2") == 5
+    sources.append(source(7, one, replica=1))
     assert metrics.value(ROWS, replica="1") == 7
-    assert metrics.value(ROWS) == 15
+    assert metrics.value(ROWS) == 12
 
 
 def test_a_name_beyond_the_catalogue_is_a_defect() -> None:

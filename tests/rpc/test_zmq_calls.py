@@ -198,3 +198,26 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(wire: Wire) -> None:
         assert all(other.result(PATIENCE_S) for other in others)
         assert not client.stats().get("sent_again")
         assert client.call("fill", 1).signs.tolist() == [0]
+
+
+def test_the_own_thread_sleeps_while_a_caller_receives_for_long(wire: Wire) -> None:
+    with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
+        held = pool.submit(client.call, "hold", 7)
+        service.await_held()
+        before = num_waits(client)
+        threading.Event().wait(0.5)  # nothing is to happen meanwhile
+        # Fifty looks a second, times each data-loader and each of its ranks, are too many.
+        assert num_waits(client) - before < 8
+        service.permits.release()
+        assert held.result(PATIENCE_S) == 7
+        # No answer waits for it afterwards.
+        assert client.call("add", 1) == 1
+
+
+def num_waits(client: Client) -> int:
+    """How often a channel's own thread has begun to wait."""
+    thread = client._channel._thread
+    assert thread is not None
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("voluntary")]
+    return int(line.split()[1])

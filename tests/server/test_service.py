@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
 from tests.support.services import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
 from tests.support.streams import Background
+
+ROOT = Path(__file__).parents[2]
 
 TABLE = SCHEMA.slots["mean"].table
 DIM = SCHEMA.slots["mean"].dim
@@ -232,6 +236,19 @@ def test_bad_settings_are_refused(call: Any, message: str, is_configured: bool) 
 # --- rows -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("missing", range(4))
+def test_w01_a_missing_sign_skips_exactly_its_own_gradient(missing: int) -> None:
+    (server,) = make_servers()
+    held = [x for x in range(4) if x != missing]
+    look(server, *held)
+    before = entries(server, *held).values
+    reply = update(server, 0, ones(4) * np.arange(1, 5)[:, None], 0, 1, 2, 3)
+    assert reply.num_missing == 1
+    steps = 0.5 * (np.array(held, np.float32) + 1)[:, None]
+    np.testing.assert_array_equal(entries(server, *held).values, before - steps)
+    assert server.stats()["update_missing"] == 1
+
+
 def test_w01_signs_that_were_not_admitted_skip_exactly_theirs() -> None:
     (server,) = make_servers(hyper=settings(admit_probability=0.5))
     ids = list(range(64))
@@ -242,6 +259,18 @@ def test_w01_signs_that_were_not_admitted_skip_exactly_theirs() -> None:
     answer = server.update(UpdateRequest((0, 0), (part,)))
     assert answer.num_missing == 64 - len(held.signs)
     np.testing.assert_array_equal(entries(server, *ids).values, held.values - 0.5)
+
+
+def test_w27_admission_draws_the_same_for_the_same_batch() -> None:
+    admitted = []
+    for batch_id in (3, 3, 4):
+        (server,) = make_servers(hyper=settings(admit_probability=0.5))
+        look(server, *range(64), batch_id=batch_id)
+        again = server.get_embedding_size()
+        look(server, *range(64), batch_id=batch_id)
+        assert server.get_embedding_size() == again
+        admitted.append(entries(server, *range(64)).signs.tolist())
+    assert admitted[0] == admitted[1] != admitted[2]
 
 
 def test_w26_evictions_are_counted_and_the_least_recently_used_goes() -> None:
@@ -436,3 +465,27 @@ def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
         assert not all(is_over_before_others_run(number) for number in range(1, 6))
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_w60_an_empty_server_of_a_large_capacity_is_small() -> None:
+    # VmHWM: ru_maxrss would still hold the peak of the process that forked this one.
+    code = """
+from pathlib import Path
+from tests.support.services import make_servers
+(server,) = make_servers(1, capacity=1_000_000_000)
+lines = Path("/proc/self/status").read_text().splitlines()
+(peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
+print(peak, server.stats()["bytes"] // 1024)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    process, store = map(int, ran.stdout.split())  # KiB
+    assert process < 100 * 1024
+    assert store < 1024

@@ -25,6 +25,7 @@ from persia._server.snapshot import (
     LONGEST_S,
     LOOK_S,
     MAX_PROCESSORS,
+    PIECE_S,
     ROOM_S,
     SHARE,
     Throttle,
@@ -200,14 +201,6 @@ def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
     assert not clock.paused
 
 
-def test_no_pause_is_long(clock: Clock) -> None:
-    paced = clock.pace(0.5)
-    clock.work(100.0)
-    paced.rest()
-    assert sum(clock.paused) == pytest.approx(LONGEST_S)
-    assert max(clock.paused) <= LOOK_S
-
-
 def test_a_pause_ends_when_training_ends_or_others_begin_to_wait(clock: Clock) -> None:
     paced = clock.pace(0.25, iter([0, 0, 1, 2, 2, 2]))
     clock.work(1.0)
@@ -268,3 +261,24 @@ def test_little_is_taken_of_a_small_share_and_of_a_large_machine(monkeypatch: Mo
     for quota, want in ((2.0, 2 * SHARE), (float("inf"), MAX_PROCESSORS)):
         monkeypatch.setattr(snapshot, "processor_quota", lambda quota=quota: quota)
         assert Throttle(lambda: 0)._processors == pytest.approx(want)
+
+
+def test_threads_take_turns_and_no_pause_is_long(clock: Clock) -> None:
+    paced = clock.pace(0.5)
+    clock.work(0.1)
+    # Of two threads that work at the same time each pauses for both.
+    assert paced._owed(0.1) == pytest.approx(0.1)
+    assert paced._owed(0.1) == pytest.approx(0.3)
+    clock.work(100.0)
+    paced.rest()
+    assert sum(clock.paused) == pytest.approx(LONGEST_S)
+    assert max(clock.paused) <= LOOK_S
+
+
+def test_a_thread_takes_its_turn_before_its_first_piece(clock: Clock) -> None:
+    paced = clock.pace(0.25)
+    for _ in range(3):  # of threads that begin at once
+        paced._own = threading.local()
+        paced.rest()
+    waited = [PIECE_S / 0.25] * 3
+    assert clock.paused == pytest.approx(waited)

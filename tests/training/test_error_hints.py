@@ -18,7 +18,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.errors import DataError
-from tests.support.fixtures import Log
+from tests.support.fixtures import Log, Monkey
 
 from .conftest import MakeCtx, Net
 from .fakes import DIM, u64
@@ -51,9 +51,18 @@ def test_a_model_that_fails(make_ctx: MakeCtx, caplog: Log, dense: Any, form: st
         batch = ctx.get_embedding_from_data(batch_of(dense))
         with pytest.raises((RuntimeError, IndexError)) as raised:
             ctx.forward(batch)
-    embeddings = f"user float32 [4, {DIM}], tags float32 [4, {DIM}]"
-    shapes = f"non_id_type_tensors {form}; embedding_tensors {embeddings}"
-    assert shapes in said(raised.value, caplog)
+    note = said(raised.value, caplog)
+    assert f"non_id_type_tensors {form}; embedding_tensors float32 [4, {DIM}]" in note
+
+
+def test_a_feature_that_the_batch_has_not_is_named(make_ctx: MakeCtx, caplog: Log) -> None:
+    slots = {name: {"dim": DIM} for name in ("user", "city", "tags")}
+    options = {"embedding_worker": None, "embedding_config": {"slots_config": slots}}
+    with make_ctx(num_features=3, **options) as ctx:
+        batch = ctx.get_embedding_from_data(batch_of())
+        with pytest.raises(RuntimeError) as raised:
+            ctx.forward(batch)
+    assert "(user, tags); the batch has no city" in said(raised.value, caplog)
 
 
 class Altered(Net):
@@ -89,6 +98,24 @@ def test_shapes_are_added_to_errors_that_can_be_of_shapes(
     assert bool(said(raised.value, caplog)) == is_explained
 
 
+def test_servers_that_fail_hide_no_error(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
+    def fail() -> None:
+        raise RuntimeError("transport closed")
+
+    with make_ctx(num_features=3) as ctx:
+        batch = ctx.get_embedding_from_data(batch_of())
+        monkeypatch.setattr(ctx.embedding_worker, "feature_stats", fail, raising=False)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            ctx.forward(batch)
+
+
+def raises(error: Exception) -> Any:
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    return loss
+
+
 def out_of_memory(output: torch.Tensor, label: torch.Tensor) -> Any:
     """Whatever torch says of it, from within its package."""
     return torch.nn.Linear(1 << 30, 1 << 30)
@@ -104,6 +131,8 @@ BCE = functional.binary_cross_entropy_with_logits
         (Net, functional.binary_cross_entropy, ZEROS > 0, "the labels are bool [4, 1]"),
         (Altered, BCE, ZEROS, "output is float32 [2, 1] and the labels are float32 [4, 1]"),
         # What has nothing to do with shapes is not explained.
+        (Net, raises(KeyError("user")), ZEROS[:, 0], ""),
+        (Net, raises(DataError("a sample")), ZEROS[:, 0], ""),
         (Net, out_of_memory, ZEROS[:, 0], ""),
     ],
 )
@@ -115,7 +144,8 @@ def test_a_loss_that_fails_gets_the_shapes_of_output_and_labels(
             output, labels = ctx.forward(batch)
             ctx.backward(loss_fn(output, (labels or [])[0]))
 
-    with pytest.raises((RuntimeError, ValueError)) as raised, make_ctx(model=model()) as ctx:
+    errors = (RuntimeError, ValueError, KeyError, DataError)
+    with pytest.raises(errors) as raised, make_ctx(model=model()) as ctx:
         train(ctx)
     note = said(raised.value, caplog)
     assert shapes in note

@@ -595,3 +595,24 @@ def test_reading_ahead_is_bounded(make_ctx: MakeCtx) -> None:
         # 5 given, 3 ready, 2 in workers, 2 in the buffer, 1 in the dataset's hands
         assert dataset.read <= 5 + 3 + 2 + 2 + 1
         del iterator
+
+
+def test_iterator_that_was_never_asked_has_no_threads(make_ctx: MakeCtx) -> None:
+    with make_ctx():
+        iterator = iter(DataLoader(Batches(3)))
+        assert not [t for t in threading.enumerate() if t.name.startswith("persia-f")]
+        del iterator
+        gc.collect()
+
+
+def test_one_worker_is_one_thread_and_keeps_the_order(make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx, torch.no_grad():
+        for _ in range(5):
+            loader = DataLoader(Batches(40), num_workers=1)
+            seen = []
+            for batch in loader:
+                seen.append(int(batch.meta or b""))
+                names = [one.name for one in threading.enumerate()]
+                assert sum(name.startswith("persia-forward") for name in names) <= 1
+                ctx._output = None
+            assert seen == list(range(40))

@@ -6,16 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from persia._core.ids.signs import hash_stack
 from persia._rpc.messages import (
+    BatchGradients,
     IDFeatures,
     JaggedOutput,
     PooledOutput,
     RawOutput,
+    SlotGradient,
     TableEntries,
     TableSigns,
 )
-from tests.support.services import ADAGRAD, ADAM, SCHEMA, features, gradient, sign
+from persia._worker.pooling import shares
+from tests.support.services import ADAGRAD, ADAM, SCHEMA, features, gradient, sign, value
 from tests.worker.cluster import embeddings, faulty_cluster
 
 
@@ -36,6 +42,18 @@ def test_outputs_come_in_the_order_of_the_batch_and_own_their_memory() -> None:
         again = worker.lookup_direct(batch).outputs[1]
         assert isinstance(again, PooledOutput)
         np.testing.assert_array_equal(again.values, before[0])
+
+
+def test_w12_raw_vectors_of_a_hash_stack_are_sums_of_their_rounds() -> None:
+    with faulty_cluster(2) as (worker, servers):
+        result = worker.lookup_direct(features({"stack_raw": [[1, 2], [3]]}))
+        (output,) = result.outputs
+        assert isinstance(output, RawOutput)
+        plain = [server.server for server in servers]
+        buckets = hash_stack(np.array([1, 2, 3], np.uint64), 2, 3).reshape(3, 2)
+        for d in range(3):
+            first, second = (value(plain, "stack_raw", int(x)) for x in buckets[d])
+            np.testing.assert_array_equal(output.rows[d + 1], first + second)
 
 
 def test_w35_many_ids_in_few_buckets_stay_in_range() -> None:
@@ -161,3 +179,35 @@ def test_w03_a_sum_that_overflows_is_left_out_and_counted() -> None:
         assert report.nan_rows == {"sum": 1} or report.nan_rows == {"max": 1}
         assert embeddings(servers, "sum", [2]) == before
         assert worker.stats()["updates"] == 1
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 8))
+def test_each_place_is_dealt_once_and_evenly(weights: list[int], count: int) -> None:
+    dealt = shares(weights, count)
+    assert sorted(place for share in dealt for place in share) == list(range(len(weights)))
+    assert len(dealt) == min(count, len(weights))
+    totals = [sum(weights[place] + 1 for place in share) for share in dealt]
+    if totals:
+        assert max(totals) <= sum(totals) / count + max(weights) + 1
+
+
+def test_slots_without_a_gradient_are_skipped_and_take_no_step() -> None:
+    with faulty_cluster(2, optimizer=ADAM) as (worker, servers):
+        result = worker.lookup_direct(
+            features({"sum": [[1, 2]], "max": [[2, 3]], "mean": [[4]], "raw": [[5]]})
+        )
+        before = [embeddings(servers, "sum", [1]), embeddings(servers, "mean", [4])]
+        report = worker.update(
+            BatchGradients(
+                result.ref or 0,
+                (0, 0),
+                (
+                    SlotGradient("max", np.ones((1, 4), np.float32)),
+                    SlotGradient("sum", None),
+                    SlotGradient("raw", np.ones((1, 8), np.float32)),
+                ),
+            )
+        )
+        assert report.skipped == ("sum", "mean")
+        assert [embeddings(servers, "sum", [1]), embeddings(servers, "mean", [4])] == before
+        assert worker.stats()["skipped_slots"] == 2

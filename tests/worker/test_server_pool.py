@@ -120,7 +120,7 @@ def test_a_server_restarted_before_training(cluster: Cluster, caplog: Log) -> No
         cluster.worker.get_embedding_size()
     record = caplog.records[-1]
     assert record.levelname == "INFO"
-    assert "held no row of a training" in record.message
+    assert "no trainer has configured it here" in record.message
     assert not cluster.worker.ready_for_serving()
 
 
@@ -214,7 +214,7 @@ def test_rows_that_no_server_was_asked_for_are_refused(change: Any, message: str
     [
         (lambda two, three: [], "expected at least one"),
         (lambda two, three: two[:1], "0 is one of 2, expected one of 1"),
-        (lambda two, three: [two[0], two[0]], "0 of 2 was given twice"),
+        (lambda two, three: [two[0], two[0]], r"0 of 2 was given twice; missing: \[1\]"),
         (lambda two, three: [*two, three[2]], "is one of 2, expected one of 3"),
     ],
 )

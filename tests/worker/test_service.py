@@ -253,3 +253,13 @@ def test_gradients_before_a_training_lookup_are_refused() -> None:
         worker.lookup(ref, False)
         with pytest.raises(DataError, match=f"ref {ref}: expected a training lookup"):
             worker.update(BatchGradients(ref, (0, 0), ()))
+
+
+def test_an_update_id_used_before_is_reported_and_changes_nothing() -> None:
+    with faulty_cluster() as (worker, servers):
+        batch = features({"sum": [[1]]})
+        worker.update(gradient(worker.lookup_direct(batch), (0, 4)))
+        after = embeddings(servers, "sum", [1])
+        assert worker.update(gradient(worker.lookup_direct(batch), (0, 4))).repeated
+        assert embeddings(servers, "sum", [1]) == after
+        assert worker.stats()["repeated_updates"] == 1

@@ -14,6 +14,8 @@ from numpy cimport (
     PyArray_SimpleNewFromData, dtype, import_array, ndarray, npy_intp, set_array_base,
 )
 
+from persia._core.base.types cimport MAX_DIM
+
 import numpy as np
 from numpy.ma import MaskedArray
 
@@ -23,7 +25,7 @@ import_array()
 
 cdef enum:
     LINE = 64               # bytes of a cache line
-    MOST_DIMENSIONS = 4     # of ``empty_floats``
+    MOST_DIMENSIONS = 4
 
 _NAMES = {"f": "float", "i": "int", "u": "uint"}
 
@@ -48,15 +50,36 @@ cdef str to_ids(object value):
     """Say what to type where ids came as something else: nothing of floats, which are cut."""
     if isinstance(value, MaskedArray):
         return ""
+    if is_of(value, "torch"):
+        return "; .cpu().numpy().astype(np.uint64) makes one of it"
     try:
         found = np.asarray(value)
-    except (RuntimeError, TypeError, ValueError):  # a tensor elsewhere, lists of some lengths
+    except (RuntimeError, TypeError, ValueError):  # lists of different lengths, for instance
         return ""
     if found.dtype.kind in "OSU" and found.size and isinstance(found.flat[0], (str, bytes)):
         return _TEXTS
     if found.ndim == 1 and found.dtype.kind in "iu":
         return "; np.asarray(ids).astype(np.uint64) makes one of it"
     return ""
+
+
+cdef str to_list(object value):
+    """Say what to type for a list with one array for each sample."""
+    if is_of(value, "torch"):
+        return "; IDTypeFeature.from_jagged takes tensors"
+    if is_of(value, "pyarrow"):
+        return "; IDTypeFeature.from_arrow takes list arrays"
+    if is_of(value, "pandas"):
+        return (
+            "; .tolist() makes one of a column of arrays, and a column of single ids is for "
+            "IDTypeFeatureWithSingleID"
+        )
+    return ""
+
+
+cdef bint is_of(object value, str package):
+    """Whether its class is of a package that need not be there."""
+    return type(value).__module__.partition(".")[0] == package
 
 
 cdef bint is_vector(object value, char kind, int itemsize) noexcept:
@@ -108,6 +131,22 @@ cdef ndarray as_ids(object value, str what):
     return as_vector(value, c"u", 8, what)
 
 
+cdef int check_length(str name, Py_ssize_t expected, Py_ssize_t got) except -1:
+    if expected != got:
+        raise DataError(f"{name} must have one element a sign, {expected}, got {got}")
+    return 0
+
+
+cdef int check_rows(
+    str name, Py_ssize_t num_signs, Py_ssize_t num_rows, Py_ssize_t dim
+) except -1:
+    if num_rows != num_signs:
+        raise DataError(f"{name} must have one row a sign, {num_signs}, got {num_rows}")
+    if not 1 <= dim <= MAX_DIM:
+        raise DataError(f"{name} must have 1..{MAX_DIM} columns (the dim), got {dim}")
+    return 0
+
+
 cdef ndarray new_vector(Py_ssize_t size, int number):
     cdef npy_intp length = size
     return PyArray_SimpleNew(1, &length, number)
@@ -137,6 +176,8 @@ def empty_floats(*shape):
     cdef npy_intp num_bytes = sizeof(float)
     cdef int count = 0
     cdef ndarray block, array
+    if len(shape) > MOST_DIMENSIONS:
+        raise DataError(f"expected at most {MOST_DIMENSIONS} dimensions, got {len(shape)}")
     for length in shape:
         lengths[count] = length
         num_bytes *= lengths[count]

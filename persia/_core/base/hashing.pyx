@@ -83,8 +83,7 @@ def bucket(uint64_t sign):
 
 def owners(num_servers):
     """Return the owner of each bucket, u16 [16384]: contiguous ranges, as even as they come."""
-    if not 1 <= num_servers <= NUM_BUCKETS:
-        raise ConfigError(f"num_servers must be in 1..{NUM_BUCKETS}, got {num_servers}")
+    _check_num_servers(num_servers)
     return (np.arange(NUM_BUCKETS, dtype=np.int64) * num_servers >> 14).astype(np.uint16)
 
 
@@ -93,16 +92,24 @@ def route(signs, owner, num_servers):
 
     Args:
         signs: u64 [n].
-        owner: u16 [16384], the server of each bucket, below ``num_servers``: not checked,
-            and one beyond would be counted past the end of ``starts``.
+        owner: u16 [16384], the server of each bucket.
         num_servers: 1..16384.
 
     Returns:
         ``order``, u32 [n], and ``starts``, i64 [num_servers + 1]: server s owns the signs at
         ``order[starts[s]:starts[s + 1]]``, in the order in which they came.
     """
+    _check_num_servers(num_servers)
     cdef ndarray source = as_ids(signs, "signs")
     cdef ndarray table = as_vector(owner, c"u", 2, "owner")
+    if table.size != NUM_BUCKETS:
+        raise ConfigError(f"owner must have {NUM_BUCKETS} buckets, got {table.size}")
+    # An owner beyond the servers would be counted past the end of ``starts``.
+    if table.max() >= num_servers:
+        raise ConfigError(
+            f"owner must name servers below {num_servers}, got {table.max()} "
+            f"for bucket {table.argmax()}"
+        )
     cdef size_t n = PyArray_SIZE(source)
     cdef uint32_t count = num_servers
     cdef ndarray order = new_u32(n)
@@ -117,3 +124,8 @@ def route(signs, owner, num_servers):
     if status != 0:
         raise MemoryError(f"cannot route {n} signs: no memory for their owners")
     return order, starts
+
+
+def _check_num_servers(num_servers):
+    if not 1 <= num_servers <= NUM_BUCKETS:
+        raise ConfigError(f"num_servers must be in 1..{NUM_BUCKETS}, got {num_servers}")

@@ -19,6 +19,8 @@ import math
 
 import numpy as np
 
+from persia.errors import DataError
+
 cdef extern from "portable.h" nogil:
     uint32_t persia_lowest_bit(uint64_t bits) noexcept
 
@@ -51,6 +53,9 @@ def add(registers, ids):
     """Add ids u64 [n] to the registers u8 [4096], zeros at first. One thread at a time."""
     cdef ndarray kept = as_vector(registers, c"u", 1, "registers")
     cdef ndarray values = as_ids(ids, "ids")
+    if PyArray_SIZE(kept) != NUM_REGISTERS or not kept.flags.writeable:
+        raise DataError(
+            f"expected {NUM_REGISTERS} writeable registers, got {PyArray_SIZE(kept)}")
     cdef const uint64_t *of_ids = <const uint64_t *> PyArray_DATA(values)
     cdef size_t n = PyArray_SIZE(values)
     cdef uint8_t *data = <uint8_t *> PyArray_DATA(kept)

@@ -35,6 +35,7 @@ from numpy cimport PyArray_DATA, PyArray_DIM, PyArray_SIZE, PyArray_STRIDE, ndar
 
 from persia._core.base.arrays cimport (
     MAX_IDS, as_ids, as_vector, describe, frozen, is_vector, new_i64, new_u32, new_u64, to_ids,
+    to_list,
 )
 from persia._core.base.threads cimport ThreadPool, persia_work_t
 from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -455,7 +456,8 @@ cdef object own_weights(FeatureBatch batch, object weights):
 cdef int check_list(str what, object data) except -1:
     if not isinstance(data, (list, tuple)):
         raise DataTypeError(
-            f"{what}: expected a list with one array for each sample, got {describe(data)}"
+            f"{what}: expected a list with one array for each sample, "
+            f"got {describe(data)}{to_list(data)}"
         )
     return 0
 

@@ -16,7 +16,7 @@ from persia._core.base.hashing cimport mix64
 from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport uint32_t, uint64_t
 
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError
 
 cdef extern from * nogil:
     """
@@ -155,6 +155,11 @@ def hash_stack(ids, rounds, embedding_size):
         u64 [n * rounds], id by id: row r of id i is at ``i * rounds + r``.
     """
     cdef ndarray source = as_ids(ids, "ids")
+    if rounds < 1 or embedding_size < 1:
+        raise ConfigError(
+            f"a hash stack needs at least one round and one row, "
+            f"got {rounds} and {embedding_size}"
+        )
     if source.size * rounds > MAX_IDS:
         raise DataError(
             f"a hash stack must give at most {MAX_IDS} rows, "

@@ -131,8 +131,9 @@ def with_defaults(owner, options, defaults):
     """Each option of ``defaults``, with the value that ``options`` give it."""
     for option in options:
         if option not in defaults:
-            hint = did_you_mean(option, defaults)
-            raise ConfigError(f"{owner} has no option {option!r}{hint}")
+            hint = did_you_mean(str(option), defaults)
+            raise ConfigError(
+                f"{owner} has no option {option!r}{hint} (it has {', '.join(defaults)})")
     values = {option: options.get(option, default) for option, default in defaults.items()}
     for option, value in values.items():
         if value is None:

@@ -22,17 +22,18 @@ the result. All features of a batch are pooled by threads at once:
 
 import numpy as np
 
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError, DataTypeError
 
 from cython cimport final
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 from numpy cimport (
-    NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_FLOAT32, PyArray_DATA, PyArray_DIM,
-    PyArray_FROMANY, PyArray_SIZE, import_array, ndarray,
+    NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NPY_FLOAT32,
+    PyArray_CHKFLAGS, PyArray_Check, PyArray_DATA, PyArray_DIM, PyArray_FROM_OF,
+    PyArray_ISNOTSWAPPED, PyArray_NDIM, PyArray_SIZE, PyArray_TYPE, import_array, ndarray,
 )
 
-from persia._core.base.arrays cimport as_vector
+from persia._core.base.arrays cimport as_vector, describe
 from persia._core.base.cpu cimport isa_level
 from persia._core.base.threads cimport ThreadPool, persia_work_t
 from persia._core.base.types cimport int32_t, int64_t, uint32_t, uint64_t, uint8_t
@@ -78,6 +79,7 @@ cdef extern from "pooling_kernels.h" nogil:
             const float *grad, const int64_t *index, size_t n, size_t dim,
             float *out) noexcept nogil
         int (*any_nonfinite)(const float *values, size_t n) noexcept nogil
+        uint32_t (*max_u32)(const uint32_t *values, size_t n) noexcept nogil
         uint64_t (*max_u64)(const int64_t *values, size_t n) noexcept nogil
 
     const persia_pooling_t[PERSIA_NUM_LEVELS] persia_pooling
@@ -93,7 +95,7 @@ cdef enum Kind:
 cdef struct Call:
     Kind kind
     int mode
-    persia_bags_t bags          # of SCATTER_ADD places, rounds, dim; num_ids: rows of source
+    persia_bags_t bags          # of SCATTER_ADD places, rounds, dim, and num_ids: rows of source
     const float *source         # rows, or a gradient
     float *out
     int32_t *argmax             # written by POOL, read by POOL_GRAD; NULL but for max
@@ -115,50 +117,122 @@ cdef const persia_pooling_t *kernels() noexcept nogil:
     return &persia_pooling[isa_level()]
 
 
-# Memoryviews would cost as much as a small feature's sums.
-cdef ndarray as_input(object array):
-    """Return the matrix of f32, or a copy that a kernel may take a bare pointer to."""
-    return PyArray_FROMANY(
-        array, NPY_FLOAT32, 2, 2, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)
+# The checks are made once per call, before anything is written: a number out of range would
+# write into foreign memory. Memoryviews would cost as much as a small feature's sums.
+
+
+cdef bint is_matrix(object array, int flags) noexcept:
+    return (
+        PyArray_Check(array) and PyArray_NDIM(<ndarray> array) == 2
+        and PyArray_TYPE(<ndarray> array) == NPY_FLOAT32
+        and PyArray_ISNOTSWAPPED(<ndarray> array)
+        and PyArray_CHKFLAGS(<ndarray> array, flags))
+
+
+cdef ndarray as_input(object array, str name):
+    """Return the matrix, or a copy that a kernel may take a bare pointer to."""
+    if not is_matrix(array, 0):
+        raise DataTypeError(f"{name}: expected a matrix of float32, got {describe(array)}")
+    return PyArray_FROM_OF(array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)
+
+
+cdef ndarray as_output(object array, str name):
+    if not is_matrix(array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE):
+        raise DataTypeError(
+            f"{name}: expected a contiguous matrix of float32 to write, got {describe(array)}")
+    return <ndarray> array
+
+
+cdef int check_shape(str name, ndarray array, Py_ssize_t rows, Py_ssize_t dim) except -1:
+    if PyArray_DIM(array, 0) != rows or PyArray_DIM(array, 1) != dim:
+        raise DataError(
+            f"{name} must have shape ({rows}, {dim}), got "
+            f"({PyArray_DIM(array, 0)}, {PyArray_DIM(array, 1)})")
+    return 0
+
+
+cdef Py_ssize_t fill_places(
+    persia_bags_t *bags, ndarray places, Py_ssize_t rounds, Py_ssize_t num_rows
+) except -1:
+    """Return the number of distinct ids that ``places`` describes, all of whose rows exist."""
+    cdef size_t size
+    cdef uint32_t largest
+    if rounds < 1:
+        raise DataError(f"rounds must be at least 1, got {rounds}")
+    bags.rounds = rounds
+    bags.places = NULL
+    if places is None:
+        if rounds != 1:
+            raise DataError(f"places must be given for {rounds} rounds, got None")
+        return num_rows
+    size = PyArray_SIZE(places)
+    if size % rounds:
+        raise DataError(f"places must hold {rounds} per distinct id, got {size}")
+    if size:
+        bags.places = <const uint32_t *> PyArray_DATA(places)
+        with nogil:
+            largest = kernels().max_u32(bags.places, size)
+        if largest >= num_rows:
+            raise DataError(f"places must be below {num_rows} (the rows), got {largest}")
+    return size // rounds
 
 
 cdef ndarray places_of(object places):
     return None if places is None else as_vector(places, c"u", 4, "places")
 
 
-cdef Py_ssize_t fill_places(
-    persia_bags_t *bags, ndarray places, Py_ssize_t rounds, Py_ssize_t num_rows
-) noexcept:
-    """Return the number of distinct ids that ``places`` describes."""
-    bags.rounds = rounds
-    bags.places = NULL
-    if places is None:
-        return num_rows
-    if PyArray_SIZE(places):
-        bags.places = <const uint32_t *> PyArray_DATA(places)
-    return PyArray_SIZE(places) // rounds
-
-
 cdef int fill(
     Call *call, Kind kind, object mode, FeatureBatch ids, ndarray places, Py_ssize_t rounds,
-    ndarray by_row
+    ndarray by_row, ndarray by_sample, str name
 ) except -1:
-    """Describe a call but for what it reads and writes."""
+    """Describe a call but for what it reads and writes; ``name`` is that of ``by_sample``."""
     cdef persia_bags_t *bags = &call.bags
+    cdef Py_ssize_t dim = PyArray_DIM(by_row, 1), num_distinct
     memset(call, 0, sizeof(Call))
     call.kind = kind
+    if mode not in MODES:
+        raise ConfigError(f"pooling: expected one of {', '.join(MODES)}, got {mode!r}")
     call.mode = MODES[mode]
-    fill_places(bags, places, rounds, PyArray_DIM(by_row, 0))
+    num_distinct = fill_places(bags, places, rounds, PyArray_DIM(by_row, 0))
+    if dim < 1:
+        raise DataError(f"dim must be at least 1, got {dim}")
+    # Numbers and offsets are right by the invariants of a FeatureBatch.
     ids.number()
-    bags.dim = PyArray_DIM(by_row, 1)
+    if PyArray_SIZE(<ndarray> ids.numbered_distinct) > num_distinct:
+        raise DataError(
+            f"expected rows of {ids.num_distinct} distinct ids, got those of {num_distinct}")
+    check_shape(name, by_sample, ids.batch_size, dim)
+    bags.dim = dim
     bags.inverse = <const uint32_t *> PyArray_DATA(<ndarray> ids.numbered_inverse)
     bags.num_ids = ids.num_ids
     bags.num_samples = ids.batch_size
     if ids.offsets is not None:
         bags.offsets = <const uint32_t *> PyArray_DATA(<ndarray> ids.offsets)
     if ids.weights is not None:
+        if call.mode != PERSIA_SUM:
+            raise DataError(f"weights are for pooling sum, got them for {mode}")
         bags.weights = <const float *> PyArray_DATA(<ndarray> ids.weights)
     return 0
+
+
+cdef int32_t *checked_argmax(
+    const int32_t[:, ::1] argmax, const persia_bags_t *bags, Py_ssize_t num_distinct
+) except? NULL:
+    """An entry is -1 or a distinct id; a row of them belongs to every sample."""
+    cdef Py_ssize_t i, j
+    cdef int32_t value, worst = -1
+    if argmax is None:
+        raise DataError("argmax must be given for max, got None")
+    check_shape("argmax", argmax.base, bags.num_samples, bags.dim)
+    with nogil:
+        for i in range(argmax.shape[0]):
+            for j in range(argmax.shape[1]):
+                value = argmax[i, j]
+                if value < -1 or value >= num_distinct:
+                    worst = value
+    if worst != -1:
+        raise DataError(f"argmax must be in -1..{num_distinct - 1}, got {worst}")
+    return <int32_t *> &argmax[0, 0] if argmax.shape[0] else NULL
 
 
 cdef void make(const Call *call) noexcept nogil:
@@ -210,8 +284,12 @@ cdef void make_part(PoolCalls calls, uint32_t number, uint32_t worker) noexcept 
 cdef class PoolCalls:
     """Calls that wait to be made; their arrays must not be used meanwhile.
 
-    Shapes and numbers are the caller's to check: one out of range would reach foreign memory.
-    Outputs are C-contiguous.
+    Each method checks its arguments before anything is written.
+
+    Raises:
+        ConfigError: If ``mode`` is unknown.
+        DataTypeError: If an array has another dtype or layout.
+        DataError: If shapes or numbers do not fit each other.
     """
 
     cdef Call *calls
@@ -262,6 +340,8 @@ cdef class PoolCalls:
 
     cdef int append(self, const Call *call) except -1:
         """Add a call to the last part."""
+        if self.num_parts == 0:
+            raise DataError("begin_sums must come before the gradients that add to them")
         self.make_room()
         self.calls[self.num_calls] = call[0]
         self.num_calls += 1
@@ -295,10 +375,7 @@ cdef class PoolCalls:
             self.append(&call)
         return 0
 
-    def pool(
-        self, mode, rows, places, Py_ssize_t rounds, FeatureBatch ids not None,
-        ndarray out not None
-    ):
+    def pool(self, mode, rows, places, Py_ssize_t rounds, FeatureBatch ids not None, out):
         """Add a call: ``rows`` to one vector a sample in ``out`` f32 [B, dim].
 
         Outputs of calls lie apart from each other.
@@ -308,19 +385,20 @@ cdef class PoolCalls:
             samples, filled by ``run``; otherwise None.
         """
         cdef Call call
-        cdef ndarray source = as_input(rows), numbers = places_of(places), argmax = None
-        fill(&call, POOL, mode, ids, numbers, rounds, source)
+        cdef ndarray source = as_input(rows, "rows"), target = as_output(out, "out")
+        cdef ndarray numbers = places_of(places), argmax = None
+        fill(&call, POOL, mode, ids, numbers, rounds, source, target, "out")
         call.source = <const float *> PyArray_DATA(source)
-        call.out = <float *> PyArray_DATA(out)
+        call.out = <float *> PyArray_DATA(target)
         if call.mode == PERSIA_MAX:
             # Distinct ids, not rows: with a hash stack one id has several rows.
             argmax = np.empty((ids.batch_size, call.bags.dim), dtype=np.int32)
             call.argmax = <int32_t *> PyArray_DATA(argmax)
-        self.held.append((source, numbers, ids, out, argmax))
+        self.held.append((source, numbers, ids, target, argmax))
         self.append_pieces(&call)
         return argmax
 
-    def begin_sums(self, ndarray sums):
+    def begin_sums(self, sums):
         """Begin a part: the gradients that follow are added in their order, by one thread.
 
         Sums are set to zero before, and looked at for what is not finite afterwards; None:
@@ -329,12 +407,12 @@ cdef class PoolCalls:
         if sums is None:
             self.begin_part(NULL, 0)
             return
-        self.held.append(sums)
-        self.begin_part(<float *> PyArray_DATA(sums), PyArray_SIZE(sums))
+        cdef ndarray target = as_output(sums, "sums")
+        self.held.append(target)
+        self.begin_part(<float *> PyArray_DATA(target), PyArray_SIZE(target))
 
     def pool_grad(
-        self, mode, grad, places, Py_ssize_t rounds, FeatureBatch ids not None, ndarray argmax,
-        ndarray skip, ndarray out not None
+        self, mode, grad, places, Py_ssize_t rounds, FeatureBatch ids not None, argmax, skip, out
     ):
         """Add a call to the part that was begun last: the gradient of ``pool``.
 
@@ -342,29 +420,36 @@ cdef class PoolCalls:
         give the rows is added to ``out`` f32 [U, dim]. ``argmax`` is what ``pool`` returned.
         """
         cdef Call call
-        cdef ndarray source = as_input(grad), numbers = places_of(places)
-        fill(&call, POOL_GRAD, mode, ids, numbers, rounds, out)
+        cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
+        cdef ndarray numbers = places_of(places), flags = None
+        fill(&call, POOL_GRAD, mode, ids, numbers, rounds, target, source, "grad")
         call.source = <const float *> PyArray_DATA(source)
-        call.out = <float *> PyArray_DATA(out)
+        call.out = <float *> PyArray_DATA(target)
         if call.mode == PERSIA_MAX:
-            call.argmax = <int32_t *> PyArray_DATA(argmax)
+            call.argmax = checked_argmax(argmax, &call.bags, ids.num_distinct)
         if skip is not None:
-            call.skip = <const uint8_t *> PyArray_DATA(skip)
+            flags = as_vector(skip, c"u", 1, "skip")
+            if PyArray_SIZE(flags) != ids.batch_size:
+                raise DataError(
+                    f"skip must have {ids.batch_size} entries, got {PyArray_SIZE(flags)}")
+            call.skip = <const uint8_t *> PyArray_DATA(flags)
         self.append(&call)
-        self.held.append((source, numbers, ids, argmax, skip, out))
+        self.held.append((source, numbers, ids, argmax, flags, target))
 
-    def scatter_add(self, grad, places, Py_ssize_t rounds, ndarray out not None):
+    def scatter_add(self, grad, places, Py_ssize_t rounds, out):
         """Add a call to the part that was begun last: the gradient of ``gather``, [D, dim]."""
         cdef Call call
-        cdef ndarray source = as_input(grad), numbers = places_of(places)
+        cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
+        cdef ndarray numbers = places_of(places)
         memset(&call, 0, sizeof(Call))
         call.kind = SCATTER_ADD
-        call.bags.num_ids = fill_places(&call.bags, numbers, rounds, PyArray_DIM(out, 0))
-        call.bags.dim = PyArray_DIM(out, 1)
+        call.bags.num_ids = fill_places(&call.bags, numbers, rounds, PyArray_DIM(target, 0))
+        call.bags.dim = PyArray_DIM(target, 1)
+        check_shape("grad", source, call.bags.num_ids, call.bags.dim)
         call.source = <const float *> PyArray_DATA(source)
-        call.out = <float *> PyArray_DATA(out)
+        call.out = <float *> PyArray_DATA(target)
         self.append(&call)
-        self.held.append((source, numbers, out))
+        self.held.append((source, numbers, target))
 
     def run(self, ThreadPool threads not None):
         """Make all calls; return whether all sums are finite."""
@@ -385,38 +470,47 @@ cdef class PoolCalls:
         return True
 
 
-def gather(rows, places, Py_ssize_t rounds, ndarray out not None):
-    """Write the vector of each distinct id: f32 [U, dim] to ``out`` f32 [D, dim]."""
+def gather(rows, places, Py_ssize_t rounds, out):
+    """Write the vector of each distinct id: f32 [U, dim] to ``out`` f32 [D, dim].
+
+    Raises:
+        DataTypeError: If an array has another dtype or layout.
+        DataError: If shapes or numbers do not fit each other; nothing is written.
+    """
     cdef persia_bags_t bags
-    cdef ndarray source = as_input(rows), numbers = places_of(places)
+    cdef ndarray source = as_input(rows, "rows"), target = as_output(out, "out")
+    cdef ndarray numbers = places_of(places)
     cdef const float *rows_at = <const float *> PyArray_DATA(source)
-    cdef float *out_at = <float *> PyArray_DATA(out)
+    cdef float *out_at = <float *> PyArray_DATA(target)
     bags.num_ids = fill_places(&bags, numbers, rounds, PyArray_DIM(source, 0))
     bags.dim = PyArray_DIM(source, 1)
+    check_shape("out", target, bags.num_ids, bags.dim)
     if bags.num_ids and bags.dim:
         with nogil:
             kernels().gather(rows_at, bags.places, rounds, bags.num_ids, bags.dim, out_at)
 
 
-def index_add(grad, const int64_t[::1] index not None, ndarray out not None):
+def index_add(grad, const int64_t[::1] index not None, out):
     """Add row i of ``grad`` f32 [M, dim] to row ``index[i]`` of ``out`` f32 [K, dim].
 
     Raises:
-        DataError: If ``index``, which another process has sent, is out of range.
+        DataTypeError: If a matrix has another dtype or layout.
+        DataError: If shapes or numbers do not fit each other; nothing is written.
     """
-    cdef ndarray source = as_input(grad)
+    cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
     cdef const float *grad_at = <const float *> PyArray_DATA(source)
-    cdef float *out_at = <float *> PyArray_DATA(out)
-    cdef size_t n = index.shape[0], dim = PyArray_DIM(out, 1)
+    cdef float *out_at = <float *> PyArray_DATA(target)
+    cdef size_t n = index.shape[0], dim = PyArray_DIM(target, 1)
     cdef uint64_t largest
+    check_shape("grad", source, n, dim)
     if n == 0 or dim == 0:
         return
     # A negative index is a large number as u64, so one comparison finds both kinds.
     with nogil:
         largest = kernels().max_u64(&index[0], n)
-    if largest >= <uint64_t> PyArray_DIM(out, 0):
+    if largest >= <uint64_t> PyArray_DIM(target, 0):
         raise DataError(
-            f"index must be in 0..{PyArray_DIM(out, 0) - 1}, got {<int64_t> largest}")
+            f"index must be in 0..{PyArray_DIM(target, 0) - 1}, got {<int64_t> largest}")
     with nogil:
         kernels().index_add(grad_at, &index[0], n, dim, out_at)
 

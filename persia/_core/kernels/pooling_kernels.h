@@ -4,7 +4,8 @@
  *     distinct id d -> places[d * rounds .. + rounds] -> rows, whose sum is d's vector
  *
  * offsets NULL: sample b has exactly position b. places NULL: rounds is 1 and d is its own row.
- * Every number is in range. Outputs overlap neither inputs nor each other.
+ * Every number is in range: the callers check with the scans at the end of this file, which
+ * run over each array once. Outputs overlap neither inputs nor each other.
  *
  * The order of additions is part of the result: rounds, then positions, then samples, each
  * ascending. Elements of a row never meet, so the width of a vector changes nothing.
@@ -356,6 +357,14 @@ PERSIA_INLINE int persia_any_nonfinite_of(const float *values, size_t n)
     return (int)found;
 }
 
+PERSIA_INLINE uint32_t persia_max_u32_of(const uint32_t *values, size_t n)
+{
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; i++)
+        largest = values[i] > largest ? values[i] : largest;
+    return largest;
+}
+
 /* As unsigned, so that a negative number is the largest of all. */
 PERSIA_INLINE uint64_t persia_max_u64_of(const int64_t *values, size_t n)
 {
@@ -413,6 +422,8 @@ PERSIA_VARIANTS(
     { PERSIA_BY_DIM(persia_index_add_loop, dim, grad, index, n, out) })
 PERSIA_VARIANTS(int, persia_any_nonfinite, (const float *values, size_t n),
                 { return persia_any_nonfinite_of(values, n); })
+PERSIA_VARIANTS(uint32_t, persia_max_u32, (const uint32_t *values, size_t n),
+                { return persia_max_u32_of(values, n); })
 PERSIA_VARIANTS(uint64_t, persia_max_u64, (const int64_t *values, size_t n),
                 { return persia_max_u64_of(values, n); })
 
@@ -425,6 +436,7 @@ typedef struct {
     void (*scatter_add)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
     void (*index_add)(const float *, const int64_t *, size_t, size_t, float *);
     int (*any_nonfinite)(const float *, size_t);
+    uint32_t (*max_u32)(const uint32_t *, size_t);
     uint64_t (*max_u64)(const int64_t *, size_t);
 } persia_pooling_t;
 
@@ -432,7 +444,7 @@ typedef struct {
     {                                                                             \
         persia_pool_##level, persia_pool_grad_##level, persia_grad_fresh_##level, \
         persia_gather_##level, persia_scatter_add_##level, persia_index_add_##level, \
-        persia_any_nonfinite_##level, persia_max_u64_##level                      \
+        persia_any_nonfinite_##level, persia_max_u32_##level, persia_max_u64_##level \
     }
 
 static const persia_pooling_t persia_pooling[PERSIA_NUM_LEVELS] = {

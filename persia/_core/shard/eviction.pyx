@@ -169,8 +169,8 @@ cdef uint32_t eviction_take(
     if best == NO_SEGMENT:
         return 0
     # No more than the segment has: the next one may be younger than another policy's.
-    count = min(count, segment_at(recency, best).num_live)
-    recency_oldest(recency, best, rows, count)
+    count = recency_oldest(
+        recency, best, rows, min(count, segment_at(recency, best).num_live))
     giver.num_evicted += count
     return count
 
@@ -194,9 +194,8 @@ cdef uint32_t eviction_sweep(
         if recency_expired(recency, number, recency.clocks) and segment.num_live:
             # The cursor stays: there may be more of it.
             eviction.swept = number
-            count = min(count, segment.num_live)
+            count = recency_oldest(recency, number, rows, min(count, segment.num_live))
             policy_of(eviction, segment.order).num_expired += count
-            recency_oldest(recency, number, rows, count)
             return count
         eviction.swept = number + 1
         num_looks[0] -= 1

@@ -127,7 +127,7 @@ cdef void recency_drain(
     Recency *recency, Slabs *slabs, uint32_t source, uint32_t target, uint32_t count
 ) noexcept nogil
 # The oldest ``count`` live rows of a segment that has as many.
-cdef void recency_oldest(
+cdef uint32_t recency_oldest(
     const Recency *recency, uint32_t number, row_t *rows, uint32_t count) noexcept nogil
 # Whether invariant I5 forbids this segment and the next to be two.
 cdef bint recency_mergeable(const Recency *recency, uint32_t number) noexcept nogil

@@ -593,13 +593,13 @@ cdef void recency_settle(Recency *recency) noexcept nogil:
                 segment_squeeze(recency, segment)
 
 
-cdef void recency_oldest(
+cdef uint32_t recency_oldest(
     const Recency *recency, uint32_t number, row_t *rows, uint32_t count
 ) noexcept nogil:
     cdef const Segment *segment = segment_at(recency, number)
     cdef uint32_t word = 0, written = 0, first = 0
     cdef uint64_t live, below
-    while written < count:
+    while word < SEGMENT_WORDS and written < count:
         live = segment.live[word]
         while live and written < count:
             below = segment.held[word] & ((<uint64_t> 1 << persia_lowest_bit(live)) - 1)
@@ -608,3 +608,4 @@ cdef void recency_oldest(
             live &= live - 1
         first += persia_popcount(segment.held[word])
         word += 1
+    return written

@@ -8,8 +8,10 @@ from numpy cimport PyArray_DATA, PyArray_SIZE, ndarray
 
 from persia._core.base.arrays cimport as_ids, as_vector
 from persia._core.base.cpu cimport isa_level
-from persia._core.base.hashing cimport bucket_of, mix64
+from persia._core.base.hashing cimport NUM_BUCKETS, bucket_of, mix64
 from persia._core.base.types cimport uint32_t, uint64_t, uint8_t
+
+from persia.errors import DataError
 
 cdef extern from * nogil:
     """
@@ -147,8 +149,18 @@ def copy_rows(const uint8_t[:, ::1] rows not None, places, uint8_t[::1] out not 
     cdef const uint32_t *of_places = <const uint32_t *> PyArray_DATA(chosen)
     cdef size_t n = PyArray_SIZE(chosen)
     cdef size_t width = rows.shape[1]
+    cdef size_t i
+    cdef uint32_t last = 0
+    if <size_t> out.shape[0] != n * width:
+        raise DataError(
+            f"expected room for {n} rows of {width} bytes, got {out.shape[0]} bytes")
     if n == 0 or width == 0:
         return
+    with nogil:
+        for i in range(n):
+            last = max(last, of_places[i])
+    if last >= <size_t> rows.shape[0]:
+        raise DataError(f"places: expected those of {rows.shape[0]} rows, got {last}")
     with nogil:
         persia_copy_rows[isa_level()](
             <char *> &out[0], <const char *> &rows[0, 0], width, of_places, n)
@@ -160,6 +172,8 @@ def find_stranger(signs, uint64_t first, uint64_t end):
     cdef size_t n = PyArray_SIZE(values)
     cdef size_t i
     cdef size_t found
+    if not first <= end <= NUM_BUCKETS:
+        raise DataError(f"expected buckets in 0..{NUM_BUCKETS}, got {first}..{end}")
     with nogil:
         found = persia_strangers[isa_level()](of_signs, n, first, end - first)
     if found:

@@ -22,7 +22,7 @@ class EmbeddingStore:
     keep their values, as in ``halves.DTYPES``. A request raises before it changes anything,
     except for DimMismatch (a sign is stored with another dim, dtype or state size; an earlier
     part of the request may have been served) and MemoryError. NotConfigured: there is no
-    optimizer at all. Shapes and settings are the caller's to check.
+    optimizer at all.
 
     Args:
         capacity: Rows, divided over the shards; LRU is exact within a shard.
@@ -42,7 +42,7 @@ class EmbeddingStore:
         attach: Take up what another process left there, with the same other arguments.
 
     Raises:
-        ConfigError: There are more policies than a store has room for.
+        ConfigError: An argument is out of its range.
         StoreError: What is in the state file is not whole; it is best removed then.
     """
 

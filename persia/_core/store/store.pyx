@@ -18,27 +18,29 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
+from persia._core.base.arrays cimport check_length, check_rows
 from persia._core.base.halves cimport dtype_name, dtype_number, rounding_key
 from persia._core.base.hashing cimport mix64
 from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport NO_ROW, uint32_t, uint64_t, uint8_t
 from persia._core.kernels.initial cimport Initializer
 from persia._core.kernels.optim cimport RowOptimizer
-from persia._core.shard.changes cimport changes_free
+from persia._core.shard.changes cimport LogBlock, changes_free
 from persia._core.shard.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_policy,
 )
-from persia._core.shard.persistent_shard cimport FILE_PAGE, file_free
+from persia._core.shard.persistent_shard cimport FILE_PAGE, NUM_SLOTS, file_free
 from persia._core.shard.recency cimport CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, NUM_CLOCKS
 from persia._core.shard.row_format cimport set_format
 from persia._core.shard.shard cimport (
     PyThread_acquire_lock, PyThread_release_lock, PyThread_type_lock, Shard, shard_clear,
     shard_free, shard_init,
 )
+from persia._core.shard.sketch cimport MAX_COUNT
 from persia._core.store.inspect cimport check_invariants, policy_counts, row_counts
 from persia._core.store.recovery cimport attach_shards, map_state
 from persia._core.store.request cimport (
-    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES, Request,
+    MAX_SHARDS, STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES, Request,
     RequestResult, Split, handler_t, split_of,
 )
 from persia._core.store.requests cimport (
@@ -64,6 +66,7 @@ MAX_SIDE_BYTES = 64 << 20
 MAX_LOG_BYTES = 64 << 20
 
 cdef enum:
+    LOG_BLOCKS = 2          # that a shard has to have; fewer would lose every epoch
     # Above this a hand-off is worth it; it may have to wake a thread.
     MIN_THREADED_SIGNS = 2048
     # Rows of a lookup that are more than this leave the cache before they are read.
@@ -114,6 +117,14 @@ cdef class EmbeddingStore:
     ):
         self.requests = []
         self.clocks[CLOCK_MS] = self.clocks[CLOCK_STEPS] = CLOCK_BASE
+        if not 1 <= capacity < 2**63:
+            raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
+        if not 1 <= num_shards <= MAX_SHARDS:
+            raise ConfigError(f"num_shards must be in 1..{MAX_SHARDS}, got {num_shards}")
+        if not 0 <= memory_limit < 2**63:
+            raise ConfigError(f"memory_limit must be in 0..2**63-1 bytes, got {memory_limit}")
+        if not 1 <= num_threads <= 1024:
+            raise ConfigError(f"num_threads must be in 1..1024, got {num_threads}")
         self.capacity = capacity
         self.seed = seed & 0xFFFFFFFFFFFFFFFF
         self.memory_limit = memory_limit
@@ -126,8 +137,12 @@ cdef class EmbeddingStore:
             raise MemoryError(f"{self.num_shards} shards")
         self.policies = (("lru", None, 0), *policies)
         kinds = [numbers_of(kind, clock, ttl) for kind, clock, ttl in self.policies]
+        if len(set(kinds)) < len(kinds):
+            raise ConfigError(f"a policy comes twice in {self.policies}")
         if len(kinds) > MAX_POLICIES:
             raise ConfigError(f"a store has at most {MAX_POLICIES} policies, got {len(kinds)}")
+        if not 0 <= sketch_bytes < 2**63:
+            raise ConfigError(f"sketch_bytes must be in 0..2**63-1, got {sketch_bytes}")
         # Divided over shards; a remainder is worth a line each.
         self.sketch_bytes = sketch_bytes
         self.watch = Watch(self.num_shards)
@@ -286,6 +301,15 @@ cdef class EmbeddingStore:
         cdef RequestResult result
         cdef uint32_t number = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "a training lookup")
+        check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
+        check_length("hints_out", signs.shape[0], hints_out.shape[0])
+        if not 0.0 <= admit_probability <= 1.0:
+            raise ConfigError(f"admit_probability must be in 0..1, got {admit_probability}")
+        self.check_policy(policy)
+        if not 1 <= admit_at <= (MAX_COUNT if self.sketch_bytes else 1):
+            raise ConfigError(
+                f"admit_at must be in 1..{MAX_COUNT}, and 1 without sketch_bytes, "
+                f"got {admit_at}")
         if signs.shape[0] == 0:
             return 0, 0
         split = split_of(hints_out.base)
@@ -314,6 +338,7 @@ cdef class EmbeddingStore:
     ):
         cdef Request request
         cdef uint32_t number = dtype_number(dtype)
+        check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
         if signs.shape[0] == 0:
             return 0
         request = self.begin(signs, eval_shard, <uint32_t> rows_out.shape[1], None, number)
@@ -331,6 +356,12 @@ cdef class EmbeddingStore:
         cdef Split split
         cdef uint32_t row_dtype = dtype_number(dtype)
         optimizer = self.chosen(optimizer, "an update")
+        check_rows("gradients", signs.shape[0], gradients.shape[0], gradients.shape[1])
+        if hints is not None:
+            check_length("hints", signs.shape[0], hints.shape[0])
+        if slot > NUM_SLOTS or (slot != 0) != (tag != 0):
+            raise DataError(
+                f"a slot in 1..{NUM_SLOTS} and a tag, or neither: got {slot} and {tag}")
         if signs.shape[0] == 0:
             return 0
         split = None if hints is None else split_of(hints.base)
@@ -367,6 +398,7 @@ cdef class EmbeddingStore:
         values = np.zeros((signs.shape[0], dim), dtype=np.float32)
         states = np.zeros((signs.shape[0], words), dtype=np.uint32)
         if signs.shape[0]:
+            check_rows("values", signs.shape[0], signs.shape[0], dim)
             request = self.begin(signs, read_shard, dim, None, number)
             found_view = found
             values_view = values
@@ -387,16 +419,26 @@ cdef class EmbeddingStore:
     ):
         cdef Request request
         cdef uint32_t number = dtype_number(dtype)
+        cdef uint32_t dim
         optimizer = self.chosen(optimizer, "writing rows")
+        self.check_policy(policy)
+        check_rows("values", signs.shape[0], values.shape[0], values.shape[1])
+        dim = <uint32_t> values.shape[1]
+        words = optimizer.state_width(dim)
+        if states is not None and (
+                states.shape[0] != signs.shape[0] or states.shape[1] != words):
+            raise DataError(
+                f"states must be [{signs.shape[0]}, {words}] for {optimizer.name} and "
+                f"dim {dim}, got [{states.shape[0]}, {states.shape[1]}]")
         if signs.shape[0] == 0:
             return
-        request = self.begin(signs, write_shard, <uint32_t> values.shape[1], optimizer, number)
+        request = self.begin(signs, write_shard, dim, optimizer, number)
         request.initializer = ZEROS
         self.set_policy(request, policy)
         request.gradients = &values[0, 0]
         request.held = (signs, values, states)
         request.states = NULL
-        if states is not None and states.shape[1]:
+        if states is not None and words:
             request.states = &states[0, 0]
         self.run(request)
 
@@ -408,9 +450,7 @@ cdef class EmbeddingStore:
         cdef const uint8_t[:, ::1] values
         cdef uint32_t number = dtype_number(block.dtype)
         block.check()
-        if block.policy >= len(self.policies):
-            raise ConfigError(
-                f"policy must be in 0..{len(self.policies) - 1}, got {block.policy}")
+        self.check_policy(block.policy)
         if len(block) == 0:
             return 0
         signs, orders, ages, uses = block.signs, block.orders, block.ages, block.uses
@@ -430,10 +470,12 @@ cdef class EmbeddingStore:
         return len(block)
 
     def expect(self, uint64_t num_rows, uint32_t share=0, uint32_t num_shares=1):
+        check_share(share, num_shares)
         expect_rows(
             self.shards, self.num_shards, min(num_rows, self.capacity), share, num_shares)
 
     def end_restore(self, uint32_t share=0, uint32_t num_shares=1):
+        check_share(share, num_shares)
         settle_rows(self.shards, self.num_shards, self.clocks, share, num_shares)
 
     def sketch(self):
@@ -469,6 +511,11 @@ cdef class EmbeddingStore:
                 raise MemoryError(f"shard {i} of {self.num_shards}")
 
     def open_changes(self, str name not None, *, max_bytes=MAX_LOG_BYTES):
+        if not self.num_shards * LOG_BLOCKS * sizeof(LogBlock) <= max_bytes < 2**63:
+            raise ConfigError(
+                f"max_bytes of the change log must be in "
+                f"{self.num_shards * LOG_BLOCKS * sizeof(LogBlock)}..2**63-1 for "
+                f"{self.num_shards} shards, got {max_bytes}")
         self.watch.open(name, max_bytes)
 
     def close_changes(self, str name not None):
@@ -477,6 +524,10 @@ cdef class EmbeddingStore:
     def begin_snapshot(
         self, changes=None, *, full=False, side_bytes=MAX_SIDE_BYTES, wait_seconds=10.0
     ):
+        if not 0 <= side_bytes < 2**63:
+            raise ConfigError(f"side_bytes must be in 0..2**63-1, got {side_bytes}")
+        if not 0.0 <= wait_seconds <= 3600.0:
+            raise ConfigError(f"wait_seconds must be in 0..3600, got {wait_seconds}")
         return self.watch.begin(self, changes, full, side_bytes, wait_seconds, self.clocks)
 
     def policy_stats(self):
@@ -503,6 +554,12 @@ cdef class EmbeddingStore:
         request.policy = policy
         request.order_of_use = of_first.first if of_first.kind == LRU else NO_ORDER
 
+    cdef int check_policy(self, uint32_t policy) except -1:
+        if policy >= len(self.policies):
+            raise ConfigError(
+                f"policy must be in 0..{len(self.policies) - 1}, got {policy}")
+        return 0
+
     cdef RowOptimizer chosen(self, RowOptimizer given, str what):
         """The optimizer given with the call, or else the store's own."""
         if given is None and self.optimizer is None:
@@ -514,4 +571,16 @@ cdef tuple numbers_of(str kind, clock, ttl):
     """A policy as the core's (kind, clock, ttl)."""
     kinds = {"lru": LRU, "lfu": LFU}
     clocks = {None: NO_CLOCK, "milliseconds": CLOCK_MS, "steps": CLOCK_STEPS}
+    if kind not in kinds or clock not in clocks or (clock is None) != (ttl == 0):
+        raise ConfigError(
+            f"a policy is (lru or lfu, None or milliseconds or steps, ttl), "
+            f"got ({kind!r}, {clock!r}, {ttl!r})")
+    if not 0 <= ttl < 2**61:
+        raise ConfigError(f"a ttl must be in 0..2**61-1, got {ttl}")
     return kinds[kind], clocks[clock], ttl
+
+
+cdef int check_share(uint32_t share, uint32_t num_shares) except -1:
+    if not share < num_shares:
+        raise DataError(f"share must be in 0..num_shares - 1, got {share} of {num_shares}")
+    return 0

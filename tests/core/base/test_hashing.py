@@ -82,3 +82,13 @@ def test_more_than_a_u32_can_number() -> None:
     endless = np.broadcast_to(np.uint64(1), 2**32 - 1)
     with pytest.raises(DataError, match="at most 4294967294 items, got 4294967295"):
         hashing.mix64_array(endless)
+
+
+def test_route_refuses_a_table_that_does_not_fit() -> None:
+    signs = own.id_array([1])
+    with pytest.raises(ConfigError, match="16384 buckets, got 16383"):
+        hashing.route(signs, hashing.owners(2)[1:], 2)
+    with pytest.raises(ConfigError, match="below 2, got 2"):
+        hashing.route(signs, hashing.owners(3), 2)
+    with pytest.raises(DataTypeError, match="uint16, got int64"):
+        hashing.route(signs, hashing.owners(2).astype(np.int64), 2)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia._core.ids import cardinality
+from persia.errors import DataError, DataTypeError
 from tests.reference.hashing import unmix64
 from tests.reference.ids import registers_of
 
@@ -61,3 +62,15 @@ def test_the_standard_error_is_what_it_is_said_to_be() -> None:
     ]
     assert abs(np.mean(errors)) < 3 * STANDARD_ERROR / np.sqrt(len(errors))
     assert 0.8 * STANDARD_ERROR < np.std(errors) < 1.2 * STANDARD_ERROR
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ids = np.zeros(1, np.uint64)
+    with pytest.raises(DataError, match="expected 4096 writeable registers, got 7"):
+        cardinality.add(np.zeros(7, np.uint8), ids)
+    frozen = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(DataError, match="writeable"):
+        cardinality.add(frozen, ids)
+    with pytest.raises(DataTypeError, match="ids"):
+        cardinality.add(np.zeros(cardinality.NUM_REGISTERS, np.uint8), np.zeros(1))  # type: ignore[arg-type]

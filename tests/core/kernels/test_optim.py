@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from persia._core.base import cpu
 from persia._core.kernels.optim import OPTIONS, RowOptimizer
 from persia.errors import ConfigError, DataError
 from tests.reference import optim as model
@@ -423,3 +424,18 @@ def test_an_optimizer_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(optimizer))
     got = again.name, again.weight_bound, again.options
     assert got == ("adam", 3.0, optimizer.options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_w64_every_variant_gives_the_same_bytes(kernel: str) -> None:
+    name, options = KERNELS[kernel]
+    optimizer = RowOptimizer(name, weight_decay=1e-3, weight_bound=2.0, **options)
+    for dim in range(1, 71):
+        results = []
+        for one in cpu.available():
+            cpu.select(one)
+            rng = np.random.default_rng(dim)
+            # 25 rows reach past the prefetch distance.
+            results.append(run(optimizer, batch(rng, 25, dim), [batch(rng, 25, dim)] * 2))
+        cpu.select(None)
+        assert all(bits(other) == bits(results[0]) for other in results), dim

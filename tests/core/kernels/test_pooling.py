@@ -18,7 +18,7 @@ from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels import pooling
 from persia._core.kernels.pooling import PoolCalls
-from persia.errors import DataError
+from persia.errors import ConfigError, DataError, DataTypeError
 from tests.reference import pooling as model
 from tests.support.profiles import tries
 
@@ -360,3 +360,99 @@ def test_parts_without_sums_keep_what_is_there() -> None:
     assert calls.run(ALONE)
     assert np.isinf(sums).all()
     assert PoolCalls().run(ALONE)
+
+
+# Two samples of ids [0, 1] and [1], two rounds, four rows of dim 3.
+
+
+# --- what does not fit ------------------------------------------------------------------------
+
+IDS = FeatureBatch.from_csr("f", np.array([0, 1, 1], np.uint64), np.array([0, 2, 3]))
+SHORT = FeatureBatch.from_single("f", np.array([0, 1, 2], np.uint64))
+HEAVY = FeatureBatch.from_csr(
+    "f", np.array([0, 1, 1], np.uint64), np.array([0, 2, 3]), np.ones(3, np.float32)
+)
+
+
+def u32(*numbers: int) -> Numbers:
+    return np.array(numbers, np.uint32)
+
+
+DAMAGED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"places": u32(0, 1, 2, 4)}, DataError, r"places must be below 4 \(the rows\), got 4"),
+    (
+        {"places": u32(0, 1, 2, 2**32 - 1)},
+        DataError,
+        r"places must be below 4 .*, got 4294967295",
+    ),
+    ({"places": u32(0, 1, 2)}, DataError, "places must hold 2 per distinct id, got 3"),
+    ({"places": u32(0, 1)}, DataError, "expected rows of 2 distinct ids, got those of 1"),
+    ({"places": None}, DataError, "places must be given for 2 rounds"),
+    ({"places": u32(0, 1, 2, 3).astype(np.int32)}, DataTypeError, "places: expected .* uint32"),
+    ({"rounds": 0}, DataError, "rounds must be at least 1, got 0"),
+    ({"rounds": -1}, DataError, "rounds must be at least 1, got -1"),
+    ({"ids": SHORT}, DataError, "expected rows of 3 distinct ids, got those of 2"),
+    ({"mode": "mean", "ids": HEAVY}, DataError, "for pooling sum, got them for mean"),
+    ({"mode": "max", "ids": HEAVY}, DataError, "for pooling sum, got them for max"),
+    ({"mode": "SUM"}, ConfigError, "expected one of sum, mean, sqrt, max, got 'SUM'"),
+    ({"mode": None}, ConfigError, "pooling: expected one of sum, mean, sqrt, max, got None"),
+    ({"by_sample": np.ones((1, 3), np.float32)}, DataError, r"must have shape \(2, 3\)"),
+    ({"by_sample": np.ones((2, 4), np.float32)}, DataError, r"must have shape \(2, 3\)"),
+    ({"by_sample": np.ones((2, 3))}, DataTypeError, "matrix of float32.*, got float64"),
+    ({"rows": np.ones((4, 0), np.float32)}, DataError, "dim must be at least 1, got 0"),
+    ({"rows": [[1.0]]}, DataTypeError, "float32.*, got an object of type list"),
+]
+
+
+@pytest.mark.parametrize(("damage", "error", "message"), DAMAGED)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    damage: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    good = {"mode": "sum", "places": u32(0, 1, 2, 3), "rounds": 2, "ids": IDS}
+    good |= {"rows": np.ones((4, 3), np.float32), "by_sample": np.full((2, 3), 7, np.float32)}
+    mode, places, rounds, ids, rows, by_sample = ({**good, **damage}[name] for name in good)
+    before = np.array(rows), np.array(by_sample)
+    calls = PoolCalls()
+    with pytest.raises(error, match=message):
+        calls.pool(mode, rows, places, rounds, ids, by_sample)
+    calls.begin_sums(None)
+    with pytest.raises(error, match=message):
+        calls.pool_grad(mode, by_sample, places, rounds, ids, None, None, rows)
+    assert calls.run(ALONE)
+    assert np.array_equal(rows, before[0])
+    assert np.array_equal(by_sample, before[1])
+
+
+def test_gradients_that_do_not_fit_are_refused() -> None:
+    places, rows = u32(0, 1, 2, 3), np.ones((4, 3), np.float32)
+    grad, calls = np.ones((2, 3), np.float32), PoolCalls()
+    with pytest.raises(DataError, match="begin_sums"):
+        calls.pool_grad("sum", grad, places, 2, IDS, None, None, rows)
+    with pytest.raises(DataError, match="begin_sums"):
+        calls.scatter_add(grad, places, 2, rows)
+    calls.begin_sums(None)
+
+    def ask(mode: str, argmax: Any, skip: Any = None) -> None:
+        calls.pool_grad(mode, grad, places, 2, IDS, argmax, skip, rows)
+
+    requests: list[tuple[str, Any]] = [
+        ("skip must have 2 entries", lambda: ask("sum", None, np.zeros(1, np.uint8))),
+        ("argmax must be given for max", lambda: ask("max", None)),
+        ("argmax must have shape", lambda: ask("max", np.zeros((1, 3), np.int32))),
+        ("grad must have shape", lambda: calls.scatter_add(rows, places, 2, rows)),
+        ("out must have shape", lambda: pooling.gather(rows, places, 2, rows)),
+    ]
+    for message, request in requests:
+        with pytest.raises(DataError, match=message):
+            request()
+    for wrong in (2, -2, 2**31 - 1, -(2**31)):
+        argmax = np.full((2, 3), -1, np.int32)
+        argmax[1, 2] = wrong
+        with pytest.raises(DataError, match=rf"argmax must be in -1\.\.1, got {wrong}"):
+            ask("max", argmax)
+    frozen = rows.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(DataTypeError, match="to write"):
+        calls.scatter_add(grad, places, 2, frozen)
+    assert calls.run(ALONE)
+    assert (rows == 1.0).all()

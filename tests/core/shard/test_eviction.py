@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -139,6 +141,33 @@ def test_halving_moves_a_few_segments_a_request() -> None:
     store.check()
 
 
-def test_more_policies_than_there_is_room_for() -> None:
-    with pytest.raises(ConfigError, match="at most 64 policies"):
-        new_store(100, *(("lru", "steps", n) for n in range(1, 65)))
+@pytest.mark.parametrize(
+    ("kinds", "arguments", "message"),
+    [
+        ([("fifo", None, 0)], {}, "a policy is"),
+        ([("lru", "hours", 1)], {}, "a policy is"),
+        ([("lru", None, 1)], {}, "a policy is"),
+        ([("lru", "steps", 0)], {}, "a policy is"),
+        ([("lru", "steps", 1 << 61)], {}, "a ttl must be"),
+        ([("lru", None, 0)], {}, "twice"),
+        ([("lru", "steps", n) for n in range(1, 65)], {}, "at most 64 policies"),
+        ([], {"sketch_bytes": -1}, "sketch_bytes must be"),
+    ],
+)
+def test_policies_out_of_range(kinds: Any, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        new_store(100, *kinds, **arguments)
+
+
+def test_requests_name_policies_and_thresholds_that_there_are() -> None:
+    store = new_store(100, ("lfu", None, 0))
+    with pytest.raises(ConfigError, match=r"policy must be in 0\.\.1, got 2"):
+        train(store, [1], policy=2)
+    with pytest.raises(ConfigError, match=r"admit_at must be .* without sketch_bytes, got 2"):
+        train(store, [1], admit_at=2)
+    with pytest.raises(ConfigError, match=r"policy must be in 0\.\.1, got 7"):
+        store.write(u64([1]), np.zeros((1, DIM), np.float32), None, policy=7)
+    counting = new_store(100, sketch_bytes=64)
+    for threshold in (0, 256):
+        with pytest.raises(ConfigError, match="admit_at must be"):
+            train(counting, [1], admit_at=threshold)

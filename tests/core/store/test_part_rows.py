@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from persia._core.store.part_rows import all_once, copy_rows, find_stranger
 from persia._files.parts import check_once
+from persia.errors import DataError, DataTypeError
 from tests.reference.hashing import bucket, unmix64
 
 WITH_HASH_0 = unmix64(0)
@@ -83,3 +84,14 @@ def test_signs_that_crowd_are_left_to_a_sort() -> None:
     one_place = [unmix64(number) for number in range(100)]
     assert not all_once(np.array(one_place, np.uint64))
     check_once([np.array(one_heap, np.uint64), np.array(one_place[1:], np.uint64)], "file")
+
+
+def test_places_of_no_rows_and_other_sizes_are_refused() -> None:
+    rows, out = np.zeros((3, 4), np.uint8), np.zeros(8, np.uint8)
+    with pytest.raises(DataError, match="places: expected those of 3 rows, got 3"):
+        copy_rows(rows, np.array([0, 3], np.uint32), out)
+    with pytest.raises(DataError, match="expected room for 1 rows of 4 bytes, got 8 bytes"):
+        copy_rows(rows, np.array([0], np.uint32), out)
+    with pytest.raises(DataTypeError, match="places: expected a 1-D numpy array of uint32"):
+        copy_rows(rows, np.array([0]), out)
+    assert not out.any()

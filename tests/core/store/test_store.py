@@ -15,7 +15,7 @@ from persia._core.base.halves import DTYPES
 from persia._core.base.hashing import mix64_array
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
-from persia.errors import ConfigError, DimMismatch, NotConfigured
+from persia.errors import ConfigError, DataError, DimMismatch, NotConfigured
 from tests.core.machine import ShardedMachine, StoreMachine
 from tests.core.stores import (
     ADAGRAD,
@@ -120,23 +120,6 @@ def test_w34_gradients_of_another_dim_or_state_are_refused() -> None:
         evaluate(store, [1], 4)
     with pytest.raises(DimMismatch, match="dim 8"):
         train(store, [1], 4)
-    store.check()
-
-
-def test_arrays_of_another_type_or_layout() -> None:
-    store = new_store(100, ADAGRAD)
-    train(store, [1, 2])
-    signs, rows = u64([1, 2]), np.zeros((2, 4), np.float32)
-    wrong: list[Any] = [
-        lambda: store.lookup_eval(signs.astype(np.int64), rows),
-        lambda: store.lookup_eval(signs, rows.astype(np.float64)),
-        lambda: store.lookup_eval(signs, np.zeros((2, 8), np.float32)[:, ::2]),
-        lambda: store.lookup_eval(signs.reshape(1, 2), rows),
-    ]
-    for request in wrong:
-        with pytest.raises(ValueError, match=r"dtype|contiguous|dimensions"):
-            request()
-    assert held(store) == [1, 2]
     store.check()
 
 
@@ -293,7 +276,7 @@ def test_a_million_operations() -> None:
     machine = StoreMachine()
     machine.set_up("sgd", 100_000, 6)
     signs = mix64_array(np.arange(300_000, dtype=np.uint64))
-    for step in range(40):
+    for step in range(200):
         hot = (rng.zipf(1.15, 12_000) * 7919) % len(signs)
         cold = rng.integers(0, len(signs), 4000)
         scanned = (np.arange(4000) + 4000 * step) % len(signs)
@@ -306,3 +289,66 @@ def test_a_million_operations() -> None:
         if step % 20 == 19:
             machine.every_key_has_its_own_row()
             machine.order_of_use()
+
+
+def test_a_dim_mismatch_leaves_a_sound_store() -> None:
+    store = new_store(50, num_shards=1)
+    train(store, range(0, 100, 2), 8)
+    with pytest.raises(DimMismatch, match="0x0000000000000062 is stored with dim 8"):
+        train(store, [*range(101, 191, 2), 98, 99], 4)
+    store.check()
+    assert len(store) == 50
+    assert evaluate(store, [98], 8)[1] == 0
+
+
+def test_settings_out_of_range() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"capacity": 0},
+        {"capacity": -1},
+        {"capacity": 2**63},
+        {"num_shards": 0},
+    ]
+    wrong += [{"num_shards": 1025}, {"memory_limit": -1}, {"num_threads": 0}]
+    for setting in wrong:
+        with pytest.raises(ConfigError, match=next(iter(setting))):
+            EmbeddingStore(**({"capacity": 1} | setting))
+
+
+def test_arrays_that_do_not_fit_each_other() -> None:
+    store = new_store(100, ADAGRAD)
+    train(store, [1, 2])
+    signs = u64([1, 2])
+    rows = np.zeros((2, 4), np.float32)
+    hints = np.zeros(2, np.uint32)
+    words = np.zeros((2, 4), np.uint32)
+    none = np.zeros((2, 0), np.float32)
+    requests: list[tuple[str, Any]] = [
+        ("rows_out", lambda: store.lookup_train(signs, UNIFORM, 1.0, 0, rows[:1], hints)),
+        ("rows_out", lambda: store.lookup_train(signs, UNIFORM, 1.0, 0, none, hints)),
+        ("hints_out", lambda: store.lookup_train(signs, UNIFORM, 1.0, 0, rows, hints[:1])),
+        ("rows_out", lambda: store.lookup_eval(signs[:1], rows)),
+        ("gradients", lambda: store.update(signs[:1], None, rows)),
+        ("hints", lambda: store.update(signs, hints[:1], rows)),
+        ("values", lambda: store.write(signs[:1], rows, None)),
+        ("states", lambda: store.write(signs, rows, words[:1])),
+        ("states", lambda: store.write(signs, rows, words[:, :3].copy())),
+        ("values", lambda: store.read(signs, 0)),
+        ("values", lambda: store.read(signs, 65_537, 0)),
+    ]
+    for message, request in requests:
+        with pytest.raises(DataError, match=message):
+            request()
+    for probability in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="admit_probability"):
+            store.lookup_train(signs, UNIFORM, probability, 0, rows, hints)
+    wrong: list[Any] = [
+        lambda: store.lookup_eval(signs.astype(np.int64), rows),
+        lambda: store.lookup_eval(signs, rows.astype(np.float64)),
+        lambda: store.lookup_eval(signs, np.zeros((2, 8), np.float32)[:, ::2]),
+        lambda: store.lookup_eval(signs.reshape(1, 2), rows),
+    ]
+    for request in wrong:
+        with pytest.raises(ValueError, match=r"dtype|contiguous|dimensions"):
+            request()
+    assert held(store) == [1, 2]
+    store.check()
