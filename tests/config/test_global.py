@@ -162,6 +162,7 @@ def test_the_sketch_follows_capacity_and_memory_limit() -> None:
     assert ParameterServerConfig(capacity=1000, memory_limit="1GiB").sketch_bytes() == 4000
     assert ParameterServerConfig(memory_limit="1GiB").sketch_bytes() == 1 << 25
     assert 0 < ParameterServerConfig(memory_limit=0).sketch_bytes() < 4_000_000_000
+    assert ParameterServerConfig(memory_limit=16).sketch_bytes() == 64
     assert ParameterServerConfig(admission_sketch_bytes=64).sketch_bytes() == 64
     with pytest.raises(ConfigError, match="admission_sketch_bytes: expected an integer in 1"):
         server(admission_sketch_bytes=0)

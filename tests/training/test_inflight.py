@@ -90,3 +90,27 @@ def test_no_time_is_left_for_another_try(what: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises((UnknownRef, ServiceUnavailable)):
         what(workers)
     assert 2 <= workers.num_registered < 10
+
+
+def test_a_batch_that_is_given_up_meanwhile_is_not_registered_again() -> None:
+    workers = Dying(2)
+
+    def register_and_give_up(why: Exception) -> int:
+        ticket.register_again = None
+        return workers.register_again(why)
+
+    ticket = InFlightBatch(0, register_again=register_and_give_up)
+    lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None)
+    assert lookups._ask(ticket, True, time.perf_counter()) == "lookup"
+
+
+def test_sums_of_a_raw_feature_are_of_f32_whatever_torch_makes_by_default() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        gradient, index = torch.ones(3, 2, dtype=torch.float32), torch.tensor([1, 0, 1])
+        summed = inflight._sum_per_row(gradient, index, 2)
+    finally:
+        torch.set_default_dtype(before)
+    assert summed.dtype == torch.float32
+    assert summed.tolist() == [[1, 1], [2, 2]]

@@ -47,9 +47,11 @@ def test_w13_the_same_batch_registered_again_has_the_same_ref() -> None:
             features({"sum": [[1], [2]], "raw": [[3], [4]]}, 5),
             features({"sum": [[2, 1], []], "raw": [[3], [4]]}, 5),
             features({"sum": [[1, 2], []], "raw": [[3], [5]]}, 5),
+            # Each sample's id on a server of its own, and then the other way round.
+            *(features({"mean": [[one], [two]]}, 5) for one, two in ((1, 2), (2, 1))),
         ]
         refs = [worker.register(other) for other in others]
-        assert len({ref, *refs}) == worker.stats()["registered"] == 10
+        assert len({ref, *refs}) == worker.stats()["registered"] == 12
         assert worker.stats()["registered_again"] == 1
 
 
