@@ -303,18 +303,14 @@ def test_a_call_whose_caller_is_gone_is_not_begun(wire: Wire) -> None:
 
 
 def test_a_repetition_of_what_is_here_is_not_begun(wire: Wire) -> None:
-    """Attempts are short here, so that the waiting call is sent several times."""
     with busy(wire, num_threads=1) as (server, service, client):
-        client._attempt_s = 0.01
         added = client.begin("add", 5)
-        with ThreadPoolExecutor(1) as pool:
-            result = pool.submit(added.result)
-            while server.stats().get("repeated", 0) < 3:
-                client.hello()
-            client._attempt_s = PATIENCE_S  # one that comes after the answer is begun again
-            client.hello()
-            service.permits.release()
-            assert result.result(PATIENCE_S) == 5
+        for _ in range(3):
+            added._send()
+        client.hello()  # which is behind them
+        assert server.stats()["repeated"] == 3
+        service.permits.release()
+        assert added.result() == 5
         assert service.calls == [("hold", 1), ("add", 5)]
 
 
