@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from persia.embedding.data import PersiaBatch
 
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
+
+logger = logging.getLogger(__name__)
 
 if not TYPE_CHECKING:  # where any name would be taken for one
     __getattr__ = names_of(__name__)
@@ -134,11 +137,20 @@ class DataLoader:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if reproducible and embedding_staleness != 1:
+            logger.info(
+                "reproducible=True keeps the order of batches; runs are bit-equal only with "
+                "embedding_staleness=1, got %s",
+                embedding_staleness,
+            )
         is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
         if not is_iterable or isinstance(dataset, type):
+            todo = (
+                "call it, and give what it returns" if callable(dataset) else "give a dataset"
+            )
             raise DataTypeError(
                 "DataLoader: expected an IterableDataset or an iterable of PersiaBatch, got "
-                f"{dataset!r:.200}"
+                f"{getattr(dataset, '__name__', None) or type(dataset).__name__}; {todo}"
             )
         self.dataset = dataset
         self.forward_buffer_size = forward_buffer_size

@@ -35,6 +35,7 @@ from persia._cluster.process import (
     run_parameter_server,
     set_up_logging,
 )
+from persia._metrics.top_view import need_rich
 from persia._process_exit import end_with_launcher, note_end
 from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
 from persia.config import OPTIMIZERS
@@ -63,20 +64,22 @@ def _run_replica(
     role: str, index: int | None, size: int | None, run: Callable[[int, int], int]
 ) -> NoReturn:
     """As ``_run``; numbers that are not given are those of the environment."""
-    try:
-        known = (0, 1) if index is not None and size is not None else env.replica()
-    except ConfigError as error:
-        raise Refused(f"persia-launcher {role}: {error}") from error
+    known = 0, 1
+    refused: ConfigError | None = None
+    if index is None or size is None:
+        try:
+            known = env.replica()
+        except ConfigError as error:
+            refused = error
     number = known[0] if index is None else index
     count = known[1] if size is None else size
 
     def start() -> int:
-        if number >= count:
-            expected = f"must be in 0..{count - 1} for --replica-size {count}, got {number}"
-            raise ConfigError(f"--replica-index {expected}")
+        if refused is not None:
+            raise refused
         return run(number, count)
 
-    _run(f"{role} {number}", start)
+    _run(role if refused else f"{role} {number}", start)
 
 
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
@@ -302,6 +305,8 @@ def doctor(rows: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Exits with 1 if a job would fail of something.
     """
     try:
+        if not as_json:
+            need_rich()  # before checks of up to a minute
         report = examine(rows=rows_of(rows), **options)
         print_report(report, as_json=as_json)
     except ConfigError as error:

@@ -28,8 +28,20 @@ def test_a_dataset_is_sought_by_leaving_out() -> None:
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [(Numbers, "got <class .*Numbers'>"), (lambda: (), "got <function"), (3, "got 3")],
+    [
+        (Numbers, "got Numbers; call it, and give what it returns"),
+        (lambda: (), "got <lambda>; call it, and give what it returns"),
+        (3, "got int; give a dataset"),
+    ],
 )
 def test_what_cannot_be_iterated_is_refused(dataset: Any, message: str) -> None:
     with pytest.raises(DataTypeError, match=message):
         DataLoader(dataset)
+
+
+def test_runs_that_are_not_bit_equal_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    DataLoader([], reproducible=True, embedding_staleness=1)
+    assert not caplog.text
+    DataLoader([], reproducible=True)
+    assert "bit-equal only with embedding_staleness=1, got None" in caplog.text

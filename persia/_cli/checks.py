@@ -88,27 +88,20 @@ _TORCH = (
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def _run_python(code: str, *arguments: str, timeout_s: float) -> str:
-    """Run a program in a process of its own; returns what it printed.
-
-    Raises:
-        DataError: If it fails, with the last line that it said, or does not end.
-    """
-    try:
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            env=env.of_child(REPLICA_INDEX=0, REPLICA_SIZE=1, RANK=None),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired as exc:
-        raise DataError(f"it did not end within {timeout_s:g} s") from exc
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines()
-        raise DataError(said[-1] if said else f"it ended with status {ran.returncode}")
-    return ran.stdout
+def _run_python(code: str, *arguments: str, timeout_s: float) -> tuple[str, str]:
+    """Run a program in a process of its own; returns what it printed, and why it failed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=env.of_child(REPLICA_INDEX=0, REPLICA_SIZE=1, RANK=None),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    if ran.returncode == 0:
+        return ran.stdout, ""
+    said = ran.stderr.strip().splitlines()
+    return ran.stdout, said[-1] if said else f"it ended with status {ran.returncode}"
 
 
 def check_machine(*, huge_pages: Path = _HUGE_PAGES) -> Iterator[Finding]:
@@ -152,10 +145,14 @@ def _check_kernels() -> Finding:
 def _check_torch() -> Finding:
     # In a process of its own: servers and this command never load PyTorch.
     try:
-        version, cuda, num = _run_python(_TORCH, timeout_s=_TORCH_S).split()[-3:]
-    except DataError as exc:
+        printed, why = _run_python(_TORCH, timeout_s=_TORCH_S)
+    except subprocess.TimeoutExpired:
+        text = f"did not load within {_TORCH_S:g} s"
+        return warning("torch", text, "check the load of this machine and its disk")
+    if why:
         todo = "pip install torch; nn-workers need it, others do not"
-        return warning("torch", f"cannot be used: {exc}", todo)
+        return warning("torch", f"cannot be used: {why}", todo)
+    version, cuda, num = printed.split()[-3:]
     devices = f"{num} CUDA devices" if int(num) else "no CUDA device, trains on the processor"
     built = "" if cuda == "-" else f", built for CUDA {cuda}"
     return ok("torch", f"{version}{built}; {devices}")
@@ -420,8 +417,13 @@ def _of_parquet(path: Path) -> DataSample:
         column = table[name].combine_chunks()
         if _columns.are_ids(column.type):
             ids[name] = _columns.id_feature(name, name, column, "hash").feature_batch.distinct
-        elif _columns.width_of(column.type) == 1:
+            continue
+        try:
+            while hasattr(column.type, "value_field"):  # lists, and of lists
+                column = column.flatten()
             others[name] = column.drop_null().to_numpy(zero_copy_only=False)
+        except Exception as exc:  # pyarrow's own classes, for types that numpy lacks
+            raise DataError(f"column {name}: {exc}") from exc
     return DataSample(ids, others)
 
 
@@ -429,10 +431,13 @@ def _first_batch(script: Path) -> bytes:
     with tempfile.TemporaryDirectory(prefix="persia-") as directory:
         target = Path(directory) / "batch"
         code = f"import sys, {__name__} as checks; checks.run_to_first_batch(*sys.argv[1:])"
-        _run_python(code, str(target), str(script), timeout_s=_SCRIPT_S)
-        if not target.exists():
-            raise DataError("it ended without sending a batch")
-        return target.read_bytes()
+        try:
+            _, why = _run_python(code, str(target), str(script), timeout_s=_SCRIPT_S)
+        except subprocess.TimeoutExpired as exc:
+            raise DataError(f"it sent no batch within {_SCRIPT_S:g} s") from exc
+        if target.exists():
+            return target.read_bytes()
+        raise DataError(why or "it ended without sending a batch")
 
 
 def run_to_first_batch(target: str, script: str) -> None:
@@ -452,7 +457,9 @@ def run_to_first_batch(target: str, script: str) -> None:
             pass
 
         def send_data(self, persia_batch: PersiaBatch) -> None:
-            Path(target).write_bytes(persia_batch.to_bytes())
+            part = Path(target).with_suffix(".part")
+            part.write_bytes(persia_batch.to_bytes())
+            part.rename(target)
             os._exit(0)
 
     setattr(persia.ctx, "DataCtx", FirstBatchCtx)  # noqa: B010  (mypy: a class is replaced)
@@ -496,7 +503,7 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
 # --- Procfile ---------------------------------------------------------------------------------
 
 # Options of env are not looked up.
-_COMMAND = re.compile(r"([\w-]+):\s*(?:env\s+)?(?:\w+=\S*\s+)*([^\s;-][^\s;]*).*")
+_COMMAND = re.compile(r"([\w-]+):\s*(?:env\s+)?(?:\w+=\S*\s+)*([^\s;]+).*")
 
 
 def check_procfile(path: Path) -> Iterator[Finding]:
@@ -507,11 +514,14 @@ def check_procfile(path: Path) -> Iterator[Finding]:
         if line is None or re.search(r"[$`(]", text):  # what only a shell can expand
             continue
         role, command = line.groups()
+        if command.startswith("-"):
+            continue
         words = ["sh", "-c", 'command -v -- "$1"', "sh", command]
         if subprocess.run(words, capture_output=True, check=False).returncode:
             is_good = False
             text = f"{path}:{number}: {role}: no such command: {command}"
-            yield error("procfile", text, "install it, or activate its environment")
+            todo = "install it, activate its environment, or correct the line"
+            yield error("procfile", text, todo)
     if is_good:
         yield ok("procfile", f"{path}: its commands exist")
 

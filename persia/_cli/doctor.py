@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,7 @@ from persia._cli.checks import (
     ok,
     read_sample,
 )
-from persia._metrics.format import count
-from persia._metrics.top_view import WIDTH, need_rich
+from persia._metrics.top_view import WIDTH
 from persia.config import schema_fingerprint
 from persia.errors import ConfigError, DataError
 
@@ -58,8 +56,11 @@ class Report:
         return json.dumps(report, indent=2)
 
     def summary(self) -> str:
-        numbers = Counter(one.status for one in self.findings)
-        return ", ".join(count(numbers[name], name) for name in ("error", "warning"))
+        texts = []
+        for name in ("error", "warning"):
+            number = sum(one.status == name for one in self.findings)
+            texts.append(f"{number or 'no'} {name}{'' if number == 1 else 's'}")
+        return ", ".join(texts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
@@ -164,7 +165,6 @@ def print_report(report: Report, *, as_json: bool) -> None:
     if as_json:
         print(report.to_json())
         return
-    need_rich()
     from rich.console import Console
 
     console = Console()

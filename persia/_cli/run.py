@@ -152,7 +152,8 @@ def _torchrun(arguments: list[str]) -> None:
         sys.exit(128 + signalled.sigval)
     except ChildFailedError as failed:
         for rank, failure in failed.failures.items():
-            print(f"rank {rank} ended with exit code {failure.exitcode}", file=sys.stderr)
+            how = f"exit code {failure.exitcode}"
+            print(f"rank {rank} (process {failure.pid}) ended with {how}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -37,7 +37,7 @@ from persia._metrics.definitions import LOADER
 from persia._metrics.endpoint import Endpoint
 from persia._process_exit import RUN, End
 from persia._rpc.zmq_transport import ZmqTransport
-from persia.errors import ConfigError, PersiaError
+from persia.errors import ConfigError, PersiaError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,9 @@ class Script:
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
-            raise ConfigError(f"expected a Python script at {self.path}, found none")
+            names = (str(one) for one in self.path.parent.glob("*.py"))
+            hint = did_you_mean(str(self.path), names)
+            raise ConfigError(f"expected a Python script at {self.path}, found none{hint}")
 
     def words(self) -> list[str]:
         """Arguments of Python, or of torchrun, that run the script."""
@@ -84,7 +86,10 @@ def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
         raise ConfigError(f"--node-rank must be in 0..{nnodes - 1}, got {node_rank}")
     host, port = env.master_address(), env.master_port()
     if host is None:
-        raise ConfigError(f"--nnodes {nnodes}: expected MASTER_ADDR to name the host of node 0")
+        raise ConfigError(
+            f"--nnodes {nnodes}: expected MASTER_ADDR to name the host of node 0, where the "
+            f"ranks meet, and MASTER_PORT its port if other than 29500"
+        )
     command += [f"--nnodes={nnodes}", f"--node-rank={node_rank}", f"--master-addr={host}"]
     return command if port is None else [*command, f"--master-port={port}"]
 
@@ -146,6 +151,11 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
 
     Returns the job's exit status; the script's own if it failed.
     """
+    if not 0 <= replica_index < replica_size:
+        raise ConfigError(
+            f"--replica-index must be in 0..{replica_size - 1} for --replica-size "
+            f"{replica_size}, got {replica_index}"
+        )
     logger.info("runs %s", script.path)
     with ExitStack() as stack:
         events = stack.enter_context(watched_process())

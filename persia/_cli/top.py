@@ -64,8 +64,8 @@ def list_targets(named: Sequence[str] = ()) -> list[ScrapeTarget]:
         if targets:
             return targets
         raise ConfigError(
-            "PERSIA_METRICS_PORT names no port: name the processes, persia-launcher top "
-            "HOST:PORT ...; each logs a line `metrics at`"
+            "PERSIA_METRICS_PORT names no port at which processes serve metrics: name them, "
+            "persia-launcher top HOST:PORT ...; each logs a line `metrics at`"
         )
     lists = current_lists()
     for role in (WORKER, SERVER, TRAINER):
@@ -269,6 +269,8 @@ def frame_of(scraper: Scraper) -> Frame:
     runs = sorted({span.now.run for span in spans} - {""})
     if runs:
         title = f"run {', '.join(runs)}: {title}"
+    if len(runs) > 1:
+        title += " (of one job? PERSIA_RUN_ID names it)"
     return Frame(processes, title)
 
 
@@ -282,8 +284,11 @@ def _show_once(scraper: Scraper, interval_s: float, deadline_s: float) -> int:
     print(frame)
     if any(one.span is not None for one in frame.processes):
         return 0
-    hint = "start the job, or name its processes, persia-launcher top HOST:PORT ..."
-    print(f"no process answers: {hint}", file=sys.stderr)
+    print(
+        "no process answers: start the job, or name its processes, persia-launcher top "
+        "HOST:PORT ... (each logs a line `metrics at`)",
+        file=sys.stderr,
+    )
     return 1
 
 

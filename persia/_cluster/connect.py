@@ -58,28 +58,33 @@ def connect_parameter_servers(
     transport: ZmqTransport, **options: Unpack[ConnectOptions]
 ) -> list[RemoteParameterServer]:
     """Connect to every embedding-parameter-server, as ``_connect`` says."""
-    return _connect(parameter_server(), RemoteParameterServer.of, transport, options)
+    return _connect(parameter_server(), RemoteParameterServer.of, transport, **options)
 
 
 def connect_embedding_workers(
     transport: ZmqTransport, **options: Unpack[ConnectOptions]
 ) -> list[RemoteEmbeddingWorker]:
     """Connect to every embedding-worker, as ``_connect`` says."""
-    return _connect(embedding_worker(), RemoteEmbeddingWorker.of, transport, options)
+    return _connect(embedding_worker(), RemoteEmbeddingWorker.of, transport, **options)
 
 
 def connect_nn_workers(
     transport: ZmqTransport, **options: Unpack[ConnectOptions]
 ) -> list[RemoteNNWorker]:
     """Connect to every nn-worker, as ``_connect`` says."""
-    return _connect(nn_worker(), RemoteNNWorker.of, transport, options)
+    return _connect(nn_worker(), RemoteNNWorker.of, transport, **options)
 
 
 def _connect(
     role: Role,
     stub: Callable[[Client, Hello], T],
     transport: ZmqTransport,
-    options: ConnectOptions,
+    *,
+    addresses: Sequence[str] | None = None,
+    timeout_s: float | None = None,
+    on_restart: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    on_wait: Callable[[str], None] | None = None,
 ) -> list[T]:
     """Connect to every server of a role; returns them by replica number.
 
@@ -91,15 +96,14 @@ def _connect(
     name = env.named_nats_variable()
     if name is not None and _nats_warning.acquire(blocking=False):
         logger.warning("%s is ignored: servers are found by their addresses", name)
-    timeout_s = options.get("timeout_s")
     discovery = Discovery(
         transport,
         role,
-        _list_of(role.name, options.get("addresses")),
+        _list_of(role.name, addresses),
         env.rpc_timeout_s() if timeout_s is None else timeout_s,
-        on_restart=options.get("on_restart"),
-        should_stop=options.get("should_stop"),
-        on_wait=options.get("on_wait"),
+        on_restart=on_restart,
+        should_stop=should_stop,
+        on_wait=on_wait,
     )
     return [stub(client, hello) for client, hello in discovery.run()]
 

@@ -172,21 +172,31 @@ def run_embedding_worker(options: Options) -> int:
         process.stack.callback(worker.close)
         for server in servers:
             process.stack.callback(server.close)
+        process.stack.callback(_log_in_flight, worker, process)
         process.stack.callback(process.stop)
         address = process.server.address
         logger.info("serves at %s, with %d parameter server(s)", address, len(servers))
         return process.wait()
 
 
+def _log_in_flight(worker: EmbeddingWorker, process: ServerProcess) -> None:
+    num_in_flight = worker.stats().get("in_flight", 0)
+    if num_in_flight:
+        logger.log(process.level, "%d batches were between lookup and update", num_in_flight)
+
+
 def _load(
     options: Options, addresses: env.Variable[list[str]]
 ) -> tuple[EmbeddingSchema, GlobalConfig]:
-    size, num_listed = options.replica_size, len(addresses())
+    index, size, num_listed = options.replica_index, options.replica_size, len(addresses())
     if options.embedding_config is None:
         raise ConfigError(
             "expected an embedding config: give --embedding-config or set "
             "PERSIA_EMBEDDING_CONFIG"
         )
+    if not 0 <= index < size:
+        expected = f"must be in 0..{size - 1} for --replica-size {size}, got {index}"
+        raise ConfigError(f"--replica-index {expected}")
     if num_listed > size:
         # Each would serve as the only one of its set.
         text = f"{addresses.name} lists {num_listed} addresses, but --replica-size is {size}"

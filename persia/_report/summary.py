@@ -50,6 +50,19 @@ class Chart(NamedTuple):
     from_zero: bool = False
 
 
+class FeatureRow(NamedTuple):
+    """One line of the table of features."""
+
+    name: str
+    dim: int
+    distinct: float  # estimated
+    num_ids: int
+    ids_a_sample: float
+    missing: float  # share of samples without an id
+    vector_norm: float | None  # None where no step had it
+    gradient_norm: float | None
+
+
 class Page(NamedTuple):
     """All that a report shows."""
 
@@ -58,7 +71,7 @@ class Page(NamedTuple):
     tiles: Sequence[tuple[str, str]]  # label and value
     warnings: Sequence[tuple[str, int, str]]  # what, how often, and why
     charts: Sequence[Chart]
-    features: Sequence[Mapping[str, Any]]  # lines of their table
+    features: Sequence[FeatureRow]
 
 
 def check_outputs(
@@ -216,26 +229,20 @@ def _smoothed(points: Points) -> Points:
     return smooth
 
 
-def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for one in features:
-        if not one.num_samples:
-            continue
-        # None where no step had it.
-        vector_norm, gradient_norm = recorder.feature_norms.get(one.name, (None, None))
-        rows.append(
-            {
-                "name": one.name,
-                "dim": one.dim,
-                "distinct": cardinality.estimate(one.registers),
-                "num_ids": one.num_ids,
-                "ids_a_sample": one.num_ids / one.num_samples,
-                "missing": one.num_empty / one.num_samples,
-                "vector_norm": vector_norm,
-                "gradient_norm": gradient_norm,
-            }
+def _feature_rows(recorder: Recorder, features: Sequence[FeatureStats]) -> list[FeatureRow]:
+    return [
+        FeatureRow(
+            one.name,
+            one.dim,
+            cardinality.estimate(one.registers),
+            one.num_ids,
+            one.num_ids / one.num_samples,
+            one.num_empty / one.num_samples,
+            *recorder.feature_norms.get(one.name, (None, None)),
         )
-    return rows
+        for one in features
+        if one.num_samples
+    ]
 
 
 _OF_BATCHES = {

@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from persia.ctx import DataCtx, cnt_ctx
+from persia.ctx import DataCtx, PreprocessMode, cnt_ctx
 from persia.errors import ConfigError, JobFinished
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "get_backend", "init_backend"]
 
 logger = logging.getLogger(__name__)
-
-
-# Of the context, by the same names and with the same arguments.
-_SAME_METHODS = ("load_embedding", "wait_for_dump_embedding", "wait_for_load_embedding")
 
 
 class Backend:
@@ -52,18 +48,24 @@ class Backend:
         except JobFinished as exc:
             raise SystemExit(exc.status or 0) from None
 
+    def close(self) -> None:
+        """End the data, and wait until it was trained on; the script's end does so, too."""
+        self._leave(None)
+
     def _close_after_script(self) -> None:
         threading.main_thread().join()
-        ctx, self._data_ctx = self._data_ctx, None
-        # What Python has printed of the main thread, or persia-launcher has.
-        raised = getattr(sys, "last_value", None)
         try:
-            if ctx is not None:
-                ctx.__exit__(None if raised is None else type(raised), raised, None)
+            # What Python has printed of the main thread, or persia-launcher has.
+            self._leave(getattr(sys, "last_value", None))
         except SystemExit as leaving:
             logger.debug("the job has ended with status %s", leaving.code)
         except BaseException:
             logger.exception("the data could not be ended")
+
+    def _leave(self, raised: BaseException | None) -> None:
+        ctx, self._data_ctx = self._data_ctx, None
+        if ctx is not None:
+            ctx.__exit__(None if raised is None else type(raised), raised, None)
 
     # --- a trainer's -------------------------------------------------------------------------
 
@@ -104,14 +106,23 @@ class Backend:
         """Write the embeddings."""
         self._ctx().dump_embedding(dst_dir, blocking)
 
+    def load_embedding(self, src_dir: str, blocking: bool = True) -> None:
+        """Load embeddings in place of those held."""
+        self._ctx().load_embedding(src_dir, blocking)
+
+    def wait_for_dump_embedding(self) -> None:
+        """Wait for a dump; raises what it raised."""
+        self._ctx().wait_for_dump_embedding()
+
+    def wait_for_load_embedding(self) -> None:
+        """Wait for a load; raises what it raised."""
+        self._ctx().wait_for_load_embedding()
+
     def wait_servers_ready(self) -> None:
         """Wait until all servers answer."""
-        self._ctx().common_context.wait_servers_ready()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _SAME_METHODS:
-            return getattr(self._ctx(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        ctx = self._ctx()
+        if ctx.preprocess_mode is PreprocessMode.TRAIN:
+            ctx.common_context.wait_servers_ready()
 
 
 _backend = Backend()

@@ -25,7 +25,7 @@ from persia.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -81,12 +81,16 @@ def _training(given: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _signature(init: Callable[..., None], keywords: Iterable[str] = ()) -> inspect.Signature:
-    """Return what ``help()`` shows of a class: its ``__init__`` without self, and keywords."""
-    _, *own = inspect.signature(init).parameters.values()
+def _signature(init: Callable[..., None]) -> inspect.Signature:
+    """Return what ``help()`` shows of ``__init__``: that of ``TrainCtx``, and old keywords."""
+    today = inspect.signature(TrainCtx.__init__).parameters.values()
+    named = inspect.signature(init).parameters
     keyword = inspect.Parameter.KEYWORD_ONLY
-    older = [inspect.Parameter(name, keyword, default=None) for name in keywords]
-    return inspect.Signature([*own, *older])
+    older = [
+        named.get(name) or inspect.Parameter(name, keyword, default=None)
+        for name in OLD_KEYWORDS
+    ]
+    return inspect.Signature([*today, *older])
 
 
 class OldEmbeddingCtx(EmbeddingCtx):
@@ -109,8 +113,6 @@ class RenamedCtx(OldEmbeddingCtx, TrainCtx):
     ``forward_buffer_size`` and ``data_queue_size`` are for ``data_loader``.
     """
 
-    __signature__ = _signature(TrainCtx.__init__, OLD_KEYWORDS)
-
     def __init__(
         self,
         *args: Any,
@@ -125,6 +127,9 @@ class RenamedCtx(OldEmbeddingCtx, TrainCtx):
         super().__init__(*args, **new)
         self._forward_buffer_size = forward_buffer_size
         self._data_queue_size = data_queue_size
+
+    # Of the function: one of the class would be shown of subclasses with another __init__.
+    __init__.__signature__ = _signature(__init__)  # type: ignore[attr-defined]
 
     @property
     def backend(self) -> Backend:
@@ -185,8 +190,6 @@ class LooseCtx(RenamedCtx):
             mixed_precision=mixed_precision,
             **given,
         )
-
-    __signature__ = _signature(__init__)
 
     def forward(self, batch: PersiaTrainingBatch) -> tuple[Any, list[torch.Tensor] | None]:
         """Refuse: there is no model here."""

@@ -238,9 +238,19 @@ class Dataloader(DataLoader):
         forward_buffer_size: int = 10,
         is_training: bool = True,
         timeout: int | None = None,
-        *others: Any,
+        num_workers: int = 10,
+        reproducible: bool = False,
+        embedding_staleness: int | None = None,
+        *,
         timeout_ms: int = 1000 * 60 * 10,
         **options: Any,
     ) -> None:
-        timeout_ms = timeout_ms if timeout is None else timeout
-        super().__init__(dataset, forward_buffer_size, timeout_ms, *others, **options)
+        super().__init__(
+            dataset,
+            forward_buffer_size,
+            timeout_ms if timeout is None else timeout,
+            num_workers,
+            reproducible,
+            embedding_staleness,
+            **options,
+        )

@@ -30,7 +30,8 @@ class DataCtx(BaseCtx):
     The servers are found by the addresses in the environment; which of the data-loaders this
     is, by ``REPLICA_INDEX`` and ``REPLICA_SIZE``. Leaving the context says that the data has
     ended, and waits until every batch was trained on, or the job has ended. If the script
-    fails, the nn-workers raise its traceback. The arguments are without effect.
+    fails, the nn-workers raise its traceback. ``threadpool_worker_size`` is without effect;
+    ``device_id`` must be usable.
 
     A job that ends before the data does ends the ``with`` block: silently if it went well,
     and otherwise with its exit status, as ``SystemExit``.
@@ -69,7 +70,8 @@ class DataCtx(BaseCtx):
             raise ConfigError(
                 "a DataCtx needs servers, and this process runs in embedded mode: name them "
                 "in PERSIA_EMBEDDING_WORKERS and PERSIA_NN_WORKERS, or let a StreamingDataset "
-                "start this script as its data_loader.py"
+                "start this script as its data_loader.py, or feed the TrainCtx from a "
+                "persia.data.IterableDataset instead"
             )
         from persia._loader import sender
 

@@ -313,8 +313,10 @@ class EmbeddingCtx(BaseCtx):
         Labels are None if the batch has none, and in INFERENCE mode.
         """
         if not isinstance(batch, PersiaTrainingBatch):
-            what = type(batch).__name__
-            raise DataTypeError(f"expected a batch that a DataLoader yields, got {what}")
+            raise DataTypeError(
+                "expected a batch with its embeddings, as DataLoader or "
+                f"get_embedding_from_data gives it, got {type(batch).__name__}"
+            )
         self.current_batch = batch
         if batch.ticket is not None:
             self._prepared[id(batch)] = batch
@@ -423,7 +425,10 @@ class EmbeddingCtx(BaseCtx):
 
     def _own_model(self) -> Any:
         if self.model is None:
-            raise ConfigError("a checkpoint needs model=; dump_embedding does without")
+            raise ConfigError(
+                f"{type(self).__name__}: a checkpoint has a model, and model= is None; "
+                "dump_embedding and load_embedding do without"
+            )
         return self.model
 
     def _dump(

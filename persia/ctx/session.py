@@ -60,7 +60,7 @@ class Session:
         self.last_step: tuple[int, Callable[[], float] | None] = (0, None)
         self._owns_stream = False
         self._transfers: dict[int | None, DeviceTransfer] = {}  # by device
-        self._passes: weakref.WeakSet[ForwardPipeline] = weakref.WeakSet()
+        self._passes: list[weakref.ref[ForwardPipeline]] = []  # may still have threads
         # A source keeps what it was read last, for ratios since then: it lives as long as
         # the component that it reads. By that one's id; it keeps it.
         self._sources: dict[int, MetricSource] = {}
@@ -69,9 +69,14 @@ class Session:
 
     def check_between_passes(self) -> None:
         """Refuse to load a checkpoint in the middle of a pass."""
-        if not all(one.is_closed for one in self._passes):
-            # What was looked up ahead would be of the rows before.
-            raise ConfigError("a checkpoint is loaded between two passes over a DataLoader")
+        if not all(one.is_closed for one in self._referenced()):
+            raise ConfigError(
+                "a checkpoint is loaded between two passes over a DataLoader, not in the "
+                "middle of one: what was looked up ahead would be of the rows before"
+            )
+
+    def _referenced(self) -> list[ForwardPipeline]:
+        return [one for reference in self._passes if (one := reference()) is not None]
 
     def open_pass(
         self,
@@ -100,14 +105,18 @@ class Session:
         pipeline = ForwardPipeline(
             source, self.lookups, transfer, options, ranks=ranks, num_resumed=num_resumed
         )
-        self._passes.add(pipeline)
+        # Replaced whole: another thread may read it.
+        self._passes = [weakref.ref(one) for one in (*self._referenced(), pipeline)]
         return pipeline
 
     def _stream(self, options: PassOptions, resumed: Plain | None) -> Stream:
         connection, world_size = self.connection, env.get_world_size() or 1
         is_open = connection.stream is not None
         if is_open and resumed is not None:
-            logger.warning("data-loaders continue where they are, and not at the checkpoint")
+            logger.warning(
+                "data-loaders continue where they are: this process has read from them before "
+                "it loaded a checkpoint"
+            )
         if not is_open and (options.reproducible or world_size > 1):
             in_flight = options.output_capacity + options.num_workers
             if self.lookups.trains and options.staleness is not None:
@@ -154,9 +163,9 @@ class Session:
 
     def finish(self, prepared: list[PersiaTrainingBatch]) -> None:
         """Release what has no update, and wait for dumps and loads in the background."""
-        for one in list(self._passes):
+        passes, self._passes = self._referenced(), []
+        for one in passes:
             one.close()
-        self._passes.clear()
         for batch in prepared:
             if batch.ticket is not None:
                 self.tracker.release(batch.ticket, Reason.ABANDONED)

@@ -254,8 +254,6 @@ class TrainCtx(EmbeddingCtx):
     def write_report(self, path: str | os.PathLike[str] | None = None) -> None:
         """Write the report of the run so far; without a path, to the file ``report=`` names.
 
-        Ranks other than 0 record nothing and write nothing.
-
         Raises:
             ConfigError: Without ``report=``, or outside the ``with`` block.
             OSError: If the file cannot be written.
@@ -413,8 +411,7 @@ class TrainCtx(EmbeddingCtx):
         Args:
             loss: A scalar that depends on the current batch, and on those kept. It is
                 returned, multiplied with the scale under mixed precision.
-            embedding_gradient_check_frequency: Without a GradScaler, every how many steps to
-                warn of the non-finite rows that were left out since.
+            embedding_gradient_check_frequency: Steps between warnings of rows left out.
 
         Raises:
             DataError: If no batch was prepared, the current one had its backward, or the loss
@@ -457,7 +454,10 @@ class TrainCtx(EmbeddingCtx):
         """Return the current batch, checked before the loss changes any gradient."""
         current = self.current_batch
         if current is None:
-            raise DataError("no batch to take gradients of: call ctx.forward(batch) first")
+            raise DataError(
+                "no batch to take gradients of: call ctx.forward(batch) or "
+                "ctx.prepare_features(batch) first"
+            )
         if current.ticket is not None:
             tracker.check_open(current.ticket)
         elif not self._has_warned_no_gradients:
@@ -593,7 +593,10 @@ def _check_uneven(model: Any, option: object, reproducible: bool, is_scaled: boo
     """Refuse ``drop_last=False`` where ranks exchange more in a step than DDP does."""
     expected = ""
     if reproducible:
-        expected = "reproducible=False with several ranks, which update in no order"
+        expected = (
+            "reproducible=False with several ranks, as those that have a batch update in no "
+            "order; or keep drop_last=True"
+        )
     elif not isinstance(model, DistributedDataParallel):
         expected = f"a model that is data-parallel by DDPOption, got {type(model).__name__}"
     elif getattr(option, "needs_equal_batches", False):
@@ -623,7 +626,8 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: 
     own = {id(parameter) for parameter in model.parameters()}
     if own and not any(id(one) in own for group in groups for one in group["params"]):
         logger.warning(
-            "dense_optimizer has none of the model's %d parameters: they are not trained",
+            "dense_optimizer has none of the model's %d parameters, so the dense net is not "
+            "trained: make it over model.parameters() of the same model",
             len(own),
         )
 
@@ -643,9 +647,13 @@ def _check_loss(loss: torch.Tensor) -> None:
             f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the loss "
             "tensor, not its .item()"
         )
-    if loss.numel() != 1 or not loss.requires_grad:
-        why = "" if loss.requires_grad else " without a graph (detached, or made from a number)"
+    if loss.numel() != 1:
         raise DataError(
             "TrainCtx.backward: expected a loss of one number that requires grad, got one of "
-            f"shape {list(loss.shape)}{why}; give its .mean(), computed with gradients"
+            f'shape {list(loss.shape)}; give its .mean(), or take reduction="none" out'
+        )
+    if not loss.requires_grad:
+        raise DataError(
+            "TrainCtx.backward: expected a loss of one number that requires grad, got one "
+            "without a graph: it was detached, made from a number, or under torch.no_grad()"
         )

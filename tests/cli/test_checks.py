@@ -207,6 +207,16 @@ def test_arrays_and_tables_are_samples(tmp_path: Path) -> None:
     assert [text for _, text in _sample(path)] == [
         "a.parquet: feature item of the config is not in the data, did you mean 'itm'?"
     ]
+    floats = pyarrow.array([[1.0, float("nan")], [], [2.0]])
+    maps = pyarrow.array([[("a", 1)], [], []], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    prices = floats.cast(pyarrow.list_(pyarrow.float32()))
+    table = pyarrow.table({"user": user, "item": floats, "price": prices, "m": maps})
+    parquet.write_table(table, path)
+    assert [text for _, text in _sample(path)] == [
+        "a.parquet: item is float64, expected integers",
+        "a.parquet: item holds values that are not finite",
+        "a.parquet: price holds values that are not finite",
+    ]
 
 
 SCRIPT = """
@@ -230,6 +240,18 @@ def test_a_script_is_run_up_to_its_first_batch(tmp_path: Path) -> None:
     script.write_text("raise ValueError('no data here')\n")
     with pytest.raises(DataError, match="no data here"):
         read_sample(script)
+
+
+def test_what_does_not_end_is_said_to_be_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_TORCH_S", 0.01)
+    monkeypatch.setattr(checks, "_SCRIPT_S", 0.01)
+    (slow,) = [one for one in check_machine(huge_pages=tmp_path) if one.check == "torch"]
+    assert slow.text == "did not load within 0.01 s"
+    assert slow.todo == "check the load of this machine and its disk"
+    with pytest.raises(DataError, match="it sent no batch within"):
+        read_sample(tmp_path / "data_loader.py")
 
 
 # --- network ----------------------------------------------------------------------------------
@@ -312,6 +334,7 @@ def test_a_probe_is_no_stranger_to_a_service(
         ("cd sub && nowhere", ""),
         ("A=1 exec nowhere", ""),
         ("env -u A nowhere", ""),
+        ("A=1 -x", ""),
         ("A=$(cat x y) nowhere", ""),
         ("${COMMAND:-nowhere} x", ""),
         (". ./env.sh; nowhere", ""),

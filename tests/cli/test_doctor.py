@@ -44,6 +44,13 @@ def test_the_config_that_a_procfile_names(monkeypatch: pytest.MonkeyPatch) -> No
     assert "addresses" not in {one.check for one in report.findings}
 
 
+def test_without_rich_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persia._metrics.top_view.find_spec", lambda name: None)
+    monkeypatch.delattr("persia.launcher.examine")
+    ran = CliRunner().invoke(cli, ["doctor"])
+    assert "pip install rich" in ran.output
+
+
 def test_a_report_as_text_and_as_json(tmp_path: Path) -> None:
     slots, batch = tmp_path / "slots.yml", tmp_path / "a.npz"
     slots.write_text(yaml.safe_dump({"slots_config": {"user": {"dim": 8}}}))

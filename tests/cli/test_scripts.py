@@ -11,8 +11,9 @@ from persia._cli.scripts import Script
 from persia.errors import ConfigError
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected a Python script at .*trai\.py, found"):
+def test_a_script_that_is_not_there_and_one_that_nearly_is(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigError, match=r"found none, did you mean '.*train\.py'\?"):
         Script(tmp_path / "trai.py")
 
 

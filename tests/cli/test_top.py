@@ -202,7 +202,8 @@ def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         scraper = asked(
             ScrapeTarget(WORKER, 0, HOST, one), ScrapeTarget(SERVER, 0, HOST, other)
         )
-        assert frame_of(scraper).title == "run ours, theirs: 2 of 2 processes answer"
+        title = "run ours, theirs: 2 of 2 processes answer (of one job? PERSIA_RUN_ID names it)"
+        assert frame_of(scraper).title == title
         monkeypatch.setenv("PERSIA_RUN_ID", "ours")
         frame = frame_of(scraper)
     assert frame.title == "run ours: 1 of 2 processes answer"

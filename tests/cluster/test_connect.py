@@ -36,6 +36,12 @@ def test_an_address_that_cannot_be_read_is_named(place: Place, address: str) -> 
         place.find(address)
 
 
+def test_an_option_that_is_none_is_refused() -> None:
+    transport: Any = None
+    with pytest.raises(TypeError, match="shuld_stop"):
+        connect.connect_parameter_servers(transport, shuld_stop=bool)  # type: ignore[call-arg]
+
+
 def test_where_a_server_listens(monkeypatch: Monkey) -> None:
     cases: list[tuple[str, int, Any, str]] = [
         ("a:1", 2, {}, "tcp://127.0.0.1:1"),

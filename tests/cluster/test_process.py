@@ -89,6 +89,8 @@ def test_a_signal_during_recovery_is_not_an_ordered_end(
         run_parameter_server(Options(config, None))
 
 
-def test_a_server_needs_an_embedding_config() -> None:
+def test_replicas_outside_the_set_are_refused(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--replica-index must be in 0\.\.1"):
+        run_parameter_server(Options(config, None, replica_index=2, replica_size=2))
     with pytest.raises(ConfigError, match="expected an embedding config"):
         run_parameter_server(Options(None, None))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from persia.compat.data import Dataloader
-from persia.ctx import TrainCtx
+from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
@@ -19,7 +19,7 @@ from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, ServiceError
 from tests.support.processes import ROOT, run
 from tests.training.conftest import LOCKSTEP, Net, batches, step, train
-from tests.training.fakes import DIM, make_batch
+from tests.training.fakes import DIM, SpyWorker, make_batch
 
 SLOTS = {"slots_config": {"user": {"dim": DIM}, "tags": {"dim": DIM}}}
 LOSS = torch.nn.functional.binary_cross_entropy_with_logits
@@ -154,8 +154,12 @@ def test_the_backend_speaks_for_the_context(tmp_path: Path) -> None:
     from persia.compat.backend import get_backend
 
     backend = get_backend()
+    backend.close()  # nothing was sent
+    assert hasattr(backend, "load_embedding")
     with pytest.raises(ConfigError, match="got none"):
         backend.wait_servers_ready()
+    with eval_ctx(embedding_worker=SpyWorker()):
+        backend.wait_servers_ready()  # no optimizer to wait for
     with old_ctx() as ctx:
         with pytest.warns(DeprecationWarning, match=r"ctx\.backend"):
             assert ctx.backend is backend

@@ -14,6 +14,7 @@ import torch
 
 from persia.compat import EVERYTHING, OLD_KEYWORDS, OLD_NAMES, launcher
 from persia.compat.contexts import LooseCtx, RenamedCtx
+from persia.compat.data import Dataloader
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx
 from persia.data import DataLoader
 from persia.distributed import DDPOption
@@ -151,7 +152,19 @@ def test_signatures_stay_readable_and_an_evaluating_context_has_its_settings() -
     # The hook for old keywords must not hide the arguments from help() and editors.
     for cls in (TrainCtx, EmbeddingCtx, DataLoader, RenamedCtx, LooseCtx):
         assert "args" not in inspect.signature(cls).parameters
-    assert {*OLD_KEYWORDS, "model"} <= inspect.signature(RenamedCtx).parameters.keys()
+    shown = inspect.signature(RenamedCtx).parameters
+    assert {*OLD_KEYWORDS, "model"} <= shown.keys()
+    assert [shown[f"{name}_size"].default for name in ("forward_buffer", "data_queue")] == [
+        10,
+        5,
+    ]
+
+    class Own(RenamedCtx):
+        def __init__(self, path: str) -> None:
+            pass
+
+    assert list(inspect.signature(Own).parameters) == ["path"]
+    assert "reproducible" in inspect.signature(Dataloader).parameters
     with pytest.raises(TypeError, match="unexpected keyword argument 'models'"):
         TrainCtx(SGD(0.1), None, models=1)  # type: ignore[arg-type, call-arg]
 

@@ -151,6 +151,19 @@ ROLES = {"embedding_parameter_server": 3, "embedding_worker": 2, "nn_worker": 1}
 PORTS = {"embedding_parameter_server": 8888, "embedding_worker": 8887, "nn_worker": 23457}
 
 
+# Without a key: a place is refused if its connection ends before the handshake does.
+STRANGER = """
+import sys, zmq
+for where in sys.argv[1:]:
+    peer = zmq.Context().socket(zmq.DEALER)
+    peer.linger = 0
+    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    peer.connect("tcp://" + where)
+    event = monitor.poll(10000) and int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+    print(where, "refused" if event == zmq.EVENT_DISCONNECTED else "not refused")
+"""
+
+
 def listening(name: str) -> set[int]:
     """Return the ports at which a container listens; Docker's name server is its own."""
     tables = run(["docker", "exec", name, "cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout
@@ -160,7 +173,10 @@ def listening(name: str) -> set[int]:
 
 
 def check_doors() -> None:
-    """Only documented ports listen; what a stranger hears there: tests/e2e/test_doors.py."""
+    """Only documented ports listen, and a container without a key is refused there.
+
+    What else a stranger hears: tests/e2e/test_doors.py.
+    """
     deadline = time.monotonic() + STEP_S
     for role, count in ROLES.items():
         for name in (container(role, number + 1) for number in range(count)):
@@ -173,6 +189,10 @@ def check_doors() -> None:
             others = listening(name) - {PORTS[role], *metrics}
             if role != "nn_worker":  # the others are PyTorch's
                 expect(f"ports of {name} that docs/security.md does not name", set(), others)
+    places = [f"{role}:{port}" for role, port in PORTS.items()]
+    stranger = ["docker", "run", "--rm", "--network", NETWORK, f"{IMAGE}:server", "python"]
+    said = run([*stranger, "-c", STRANGER, *places]).stdout
+    expect("strangers", [f"{place} refused" for place in places], said.splitlines())
 
 
 @contextlib.contextmanager
@@ -186,7 +206,7 @@ def made_keys() -> Iterator[str]:
 
 
 def keys() -> None:
-    """With keys: the same bits, and only documented ports."""
+    """With keys: the same bits, only documented ports, and strangers are refused."""
     with made_keys() as place:
         up = compose("up", "--detach", "--no-build", overlay=True, keys=True)
         how = {"KEYS": place, "REPRODUCIBLE": "1"}
@@ -310,6 +330,18 @@ def containers() -> list[str]:
     return sorted(name for name in found if not name.endswith("-data-1"))
 
 
+def who_waits(seconds: float) -> str:
+    """Return the last lines of the last seconds in which a role says what it misses."""
+    lines = []
+    for name in containers():
+        since = ["docker", "logs", "--since", f"{seconds:.0f}s", name]
+        state = run(["docker", "inspect", "-f", "{{.State.Status}}", name]).stdout.strip()
+        lines_of = run(since, check=False).stdout.splitlines()
+        lines_of = [line for line in lines_of if re.search("wait|WARNING|ERROR", line)]
+        lines += [f"    {name}, {state}", *(f"        {line:.300}" for line in lines_of[-3:])]
+    return "\n".join(lines)
+
+
 def check_end(job: Training, count: int) -> dict[str, int]:
     books: dict[str, int] = json.loads(job.wait_for("books "))
     deadline = time.monotonic() + STEP_S
@@ -362,7 +394,9 @@ def chaos() -> None:
         frame = run([*top, "data_loader:9400"]).stdout
         expect("what `top` shows", True, "9 of 9 processes answer" in frame, frame)
         everybody = {**replicas, "nn_worker": 1}
-        faults = Chaos(run, container, NETWORK, everybody, lambda: job.progress, seed)
+        faults = Chaos(
+            run, container, NETWORK, everybody, lambda: job.progress, who_waits, seed
+        )
         # Behind the last fault there is something left to train, for less than RUN_S.
         faults.go_on_for(max(window_s * 0.9, window_s - RUN_S / 2))
         books = check_end(job, count)

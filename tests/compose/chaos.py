@@ -6,7 +6,7 @@
 Two hands, so that faults overlap. A container is in one hand at a time, and none lets go of it
 before it runs and is connected. So of three servers one keeps the volume of the rows mounted.
 Training has to go on before a hand does harm again, however slow the machine is: more faults
-than can be healed would show nothing.
+than can be healed would show nothing. If it does not, the error says who waits for what.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ PAUSE_S, FAULT_S = (0.5, 4.0), (0.2, 12.0)
 BACK_S = 60.0
 # Within which training goes on, with one other fault at most.
 GO_ON_S = 240.0
+# Of these last seconds is said who waits for what if it does not.
+LOOK_S = 20.0
 # Docker starts one so often that crashes, and 20 times at most, as the stack says.
 MAX_CRASHES = 15
 # What the dense net has learned goes with the nn-worker: it is not started again.
@@ -44,6 +46,8 @@ class Chaos:
     _network: str  # from which containers are cut off
     _replicas: Mapping[str, int]  # containers of each service
     _progress: Callable[[], int]  # batches that are trained
+    # Which processes have logged in this number of seconds that they wait.
+    _waits: Callable[[float], str]
     _seed: int  # of what happens, by hand; the moments depend on the machine
 
     def __post_init__(self) -> None:
@@ -110,12 +114,13 @@ class Chaos:
         before, begin = self._progress(), time.monotonic()
         while self._progress() == before and not self._is_over.wait(0.1):
             if time.monotonic() > begin + GO_ON_S:
-                raise TimeoutError(f"training stands at {before}, {GO_ON_S:g} s after {after}")
+                stands = f"training stands at {before}, {GO_ON_S:g} s after {after}"
+                raise TimeoutError(f"{stands}:\n{self._waits(LOOK_S)}")
         with self._lock:
             self._longest_s = max(self._longest_s, time.monotonic() - begin)
 
-    def _docker(self, *words: str) -> None:
-        self._run(["docker", *words])
+    def _docker(self, *words: str) -> str:
+        return self._run(["docker", *words]).stdout.strip()
 
     # --- what may happen; each ends with a container that runs and is connected --------------
 
@@ -132,7 +137,8 @@ class Chaos:
         # It may be gone before it can say that the command went well.
         self._docker("exec", name, "sh", "-c", "(sleep 0.1; kill -9 -1) >/dev/null 2>&1 &")
         if not self._starts(name, now, now + BACK_S):
-            raise TimeoutError(f"{name} was not started again")
+            state = self._docker("inspect", "-f", "{{.State.Status}}", name)
+            raise TimeoutError(f"{name} was not started again: {state}")
 
     def paused(self, one: Container, seconds: float) -> None:
         name = self._name(*one)

@@ -22,7 +22,7 @@ from persia.embedding.data import (
 from persia.embedding.optim import Adagrad
 from tests.training.conftest import Net, loss_of
 
-SLOTS = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 4}}}
+SLOTS = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 8}}}
 STEPS, SIZE = 40, 32
 
 
@@ -41,7 +41,7 @@ class Clicks(IterableDataset):
 
 
 def build(**options: object) -> TrainCtx:
-    model = Net()
+    model = Net(num_features=3)  # of 4 columns; the tags have twice as many
     return TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.1),

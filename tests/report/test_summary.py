@@ -42,6 +42,8 @@ def test_a_run_ends_with_its_report(tmp_path: Path) -> None:
         assert said in read.text
     assert "1 batches without a backward" in read.text
     assert "samples without id" in read.text
+    for line in ("user 4 ", "tags 8 "):  # of the table: a name and its dim
+        assert line in read.text
     # A third of the samples have no tag.
     missing = re.search(r"tags.*?(\d+\.\d) %", read.text)
     assert missing is not None

@@ -541,9 +541,9 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
     ("wrong", "says"),
     [
         (lambda loss: 0.5, "float"),
-        (lambda loss: loss.detach(), "without a graph"),
+        (lambda loss: loss.detach(), r"without a graph: .*, or under torch\.no_grad\(\)"),
         (lambda loss: torch.tensor(loss.item()), "made from a number"),
-        (lambda loss: loss.expand(4), r"\[4\]; give its .mean\(\)"),
+        (lambda loss: loss.expand(4), r"\[4\]; give its .mean\(\), or take reduction="),
         (lambda loss: loss.expand(0), r"\[0\]"),
     ],
 )

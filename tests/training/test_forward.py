@@ -63,7 +63,8 @@ def train_all(ctx: TrainCtx, loader: DataLoader) -> list[int]:
 
 def set_when_closing(ctx: TrainCtx, event: threading.Event) -> None:
     """Set the event as soon as the open epoch is being closed."""
-    (epoch,) = ctx._connected()._passes
+    epoch = ctx._connected()._passes[0]()
+    assert epoch is not None
     close = epoch._source.close
 
     def close_and_set() -> list[threading.Thread]:
