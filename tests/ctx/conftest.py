@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from tests.training.conftest import clean_process, make_ctx, worker
+from tests.training.conftest import clean_process, ctx, make_ctx, worker
 
-__all__ = ["clean_process", "make_ctx", "worker"]
+__all__ = ["clean_process", "ctx", "make_ctx", "worker"]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +12,9 @@ from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
+from tests.support.processes import run
 from tests.training.conftest import MakeCtx, batches, train
 from tests.training.fakes import SpyWorker, make_batch
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_modes_have_the_originals_numbers() -> None:
@@ -71,8 +67,8 @@ def test_names_are_of_the_module_that_has_them() -> None:
 
 def test_ctx_is_imported_without_torch() -> None:
     code = "import sys, persia.ctx; persia.ctx.DataCtx(); sys.exit('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, timeout=60)
-    assert ran.returncode == 0
+    ran = run("-c", code)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_common_context_of_the_original(worker: SpyWorker, make_ctx: MakeCtx) -> None:

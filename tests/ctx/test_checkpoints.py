@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
 from persia._training.progress import Progress
 from persia.ctx.checkpoints import TrainerState, _on_all_ranks
 from persia.errors import CheckpointError
-
-
-class Votes:
-    """Ranks of which this one and others fail, or not."""
-
-    def __init__(self, others_failed: bool) -> None:
-        self.others_failed = others_failed
-
-    def any(self, flag: bool) -> bool:
-        return flag or self.others_failed
+from tests.training.fakes import SpyRanks
 
 
 def test_a_failure_of_one_rank_is_one_of_all() -> None:
     with _on_all_ranks(None):
         pass
-    one: Any = Votes(True)
+    one = SpyRanks(others_failed=True)
     with pytest.raises(CheckpointError, match="another rank"), _on_all_ranks(one):
         pass
     with pytest.raises(KeyError, match="own"), _on_all_ranks(one):

@@ -116,11 +116,8 @@ def test_arrays_may_be_filled_again(job: Job) -> None:
     with DataCtx() as ctx:
         for number in range(4):
             dense[:], label[:] = number, number
-            arrays = {
-                "non_id_type_features": [NonIDTypeFeature(dense)],
-                "labels": [Label(label)],
-            }
-            ctx.send_data(batch(number, **arrays))
+            features, labels = [NonIDTypeFeature(dense)], [Label(label)]
+            ctx.send_data(batch(number, non_id_type_features=features, labels=labels))
         for number in range(4):
             (got,) = job.ranks[number % 2].train(1)
             assert (got.non_id_type_features[0].array == number).all()

@@ -19,10 +19,8 @@ from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Labe
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceUnavailable
 from tests.training.conftest import LOCKSTEP, MakeCtx, Net, step, train
-from tests.training.fakes import SpyWorker, make_batch
+from tests.training.fakes import DIM, NUM_IDS, SpyWorker, make_batch
 
-DIM = 4
-NUM_IDS = 10  # of make_batch
 SLOTS: dict[str, Any] = {
     "feature_index_prefix_bit": 8,
     "slots_config": {
@@ -173,13 +171,12 @@ def test_forward_needs_a_model(worker: SpyWorker) -> None:
             ctx.forward(batch)
 
 
-def test_a_batch_without_embeddings_is_refused_by_its_type(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx, pytest.raises(DataTypeError, match="got PersiaBatch"):
+def test_a_batch_without_embeddings_is_refused_by_its_type(ctx: TrainCtx) -> None:
+    with pytest.raises(DataTypeError, match="got PersiaBatch"):
         ctx.forward(make_batch())  # type: ignore[arg-type]
 
 
-def test_addresses_given_come_first(make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make_ctx():
-        monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
-        with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
-            InferCtx(["ipc:///nowhere/0"]).__enter__()
+def test_addresses_given_come_first(ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
+    with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
+        InferCtx(["ipc:///nowhere/0"]).__enter__()

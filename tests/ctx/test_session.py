@@ -10,12 +10,8 @@ from persia.ctx.connection import Connection
 from persia.ctx.session import Session
 
 
-class Component:
-    """Stands for an embedding-worker whose metrics are not read here."""
-
-
 def test_the_loss_is_computed_when_it_is_read() -> None:
-    worker: Any = Component()
+    worker: Any = object()  # its metrics are not read here
     session = Session(Connection(worker), trains=True)
     read_at: list[int] = []
 

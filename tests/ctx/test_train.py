@@ -21,7 +21,6 @@ import torch
 from persia import env
 from persia._files.writer_lock import JobFolders
 from persia._rpc.messages import TableEntries, TableSigns
-from persia._training.ranks import Ranks
 from persia.config import EmbeddingSchema
 from persia.ctx import TrainCtx
 from persia.ctx.connection import Connection
@@ -31,10 +30,9 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import ConfigError
-from tests.ctx.test_checkpoints import Votes
 from tests.support.fixtures import Monkey
 from tests.training.conftest import MakeCtx, Net, batches, train
-from tests.training.fakes import SpyWorker
+from tests.training.fakes import SpyRanks, SpyWorker
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -217,25 +215,17 @@ def _train_persia(
 # Ours, torch's, and the arguments of both. The original's initial accumulator is 1e-2: beside
 # it early gradients hardly count.
 Pair = tuple[Callable[..., Optimizer], Callable[..., torch.optim.Optimizer], dict[str, float]]
+BOTH_ADAGRAD = (Adagrad, torch.optim.Adagrad)
 ANY_ROWS: dict[str, Pair] = {
     "sgd": (SGD, torch.optim.SGD, {"lr": 0.5}),
-    "adagrad_1e-2": (
-        *(Adagrad, torch.optim.Adagrad),
-        {"lr": 0.05, "initial_accumulator_value": 1e-2},
-    ),
-    "adagrad_1e-8": (
-        *(Adagrad, torch.optim.Adagrad),
-        {"lr": 0.05, "initial_accumulator_value": 1e-8},
-    ),
+    "adagrad_1e-2": (*BOTH_ADAGRAD, {"lr": 0.05, "initial_accumulator_value": 1e-2}),
+    "adagrad_1e-8": (*BOTH_ADAGRAD, {"lr": 0.05, "initial_accumulator_value": 1e-8}),
 }
 DECAY = {"weight_decay": 1e-2}
 ALL_ROWS: dict[str, Pair] = {
     "sgd_momentum": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "sgd_momentum_decay": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, **DECAY}),
-    "adagrad_decay": (
-        *(Adagrad, torch.optim.Adagrad),
-        {"lr": 0.05, "initial_accumulator_value": 1e-2, **DECAY},
-    ),
+    "adagrad_decay": (*BOTH_ADAGRAD, {**ANY_ROWS["adagrad_1e-2"][2], **DECAY}),
     # SparseAdam adds eps before it corrects the bias, Adam (and PERSIA) after: so hardly any.
     "sparse_adam": (Adam, torch.optim.SparseAdam, {"lr": 0.01, "eps": 1e-12}),
     "adam": (Adam, torch.optim.Adam, {"lr": 0.01}),
@@ -374,7 +364,7 @@ def test_the_scaler_steps_where_all_gradients_are_finite(
     parameter.grad = None if gradient is None else torch.full((2,), gradient)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     updates: Any = [SimpleNamespace(is_finite=lambda: update)]
-    ranks: Any = None if others is None else Votes(others)
+    ranks = None if others is None else SpyRanks(others_failed=others)
     made = LossScaling().step(scaler, optimizer, updates, 8.0, 4, ranks, True)
     assert made is is_made
     assert parameter.tolist() == ([0.0, 0.0] if is_made and gradient else [1.0, 1.0])
@@ -382,21 +372,9 @@ def test_the_scaler_steps_where_all_gradients_are_finite(
 
 
 def test_gradients_are_averaged_or_summed(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
-    class Alone(Ranks):
-        """One rank of four, whose three others do as it does."""
-
-        def __init__(self, world_size: int, rank: int) -> None:
-            pass
-
-        def agree(self, code: int) -> list[int]:
-            return [code] * 4
-
-        def close(self) -> None:
-            pass
-
     scales = []
     env.set_env(world_size=4, rank=1, local_rank=1)
-    monkeypatch.setattr("persia.ctx.train.Ranks", Alone)
+    monkeypatch.setattr("persia.ctx.train.Ranks", lambda world_size, rank: SpyRanks(world_size))
     monkeypatch.setattr("persia.ctx.train.StepBarrier", lambda *parts: None)
     monkeypatch.setattr(TrainCtx, "_join_ranks", lambda ctx: None)
     for reduction in ("mean", "sum"):

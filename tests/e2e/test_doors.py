@@ -9,7 +9,6 @@ import contextlib
 import json
 import re
 import socket as sockets
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import NotAllowed
 from tests.examples.conftest import LOADER
 from tests.rpc.support import PATIENCE_S, raw_peer
-from tests.support.processes import ROOT, Cluster, _children
+from tests.support.processes import Cluster, _children, run
 from tests.support.role_keys import keys_of_roles
 from tests.support.services import SETTINGS
 from tests.support.waiting import until
@@ -150,15 +149,10 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
     with Cluster(
         config, transport="tcp", num_servers=2, environment={"REPRODUCIBLE": "1"}
     ) as cluster:
-        embedded = subprocess.run(
-            [sys.executable, str(script), *SAY],
-            env=cluster.environment
-            | {name: "" for name in cluster.variables if name.startswith("PERSIA_")},
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=ROOT,
-        )
+        alone = {name: "" for name in cluster.variables if name.startswith("PERSIA_")}
+        environment = cluster.environment | alone
+        embedded = run(sys.executable, script, *SAY, env=environment, timeout_s=2 * TORCH_S)
+        assert embedded.returncode == 0, embedded.stderr
         for number in range(2):
             cluster.variables["PERSIA_KEYS"] = str(keys["embedding-parameter-server"])
             cluster.start_server(number)

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from persia._rpc.stubs import RemoteEmbeddingWorker
-from tests.e2e.support import Job, configured_worker
+from tests.e2e.support import SERVERS, Job, configured_worker
 from tests.support.services import features, gradient
 from tests.support.waiting import until
-
-SERVER = "embedding-parameter-server"
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def test_w17_w30_a_killed_server_comes_back(job: Job, worker: RemoteEmbeddingWor
     server, worker_process = job.processes
     server.send_signal(signal.SIGKILL)
     server.wait()
-    job.start_server(SERVER)
+    job.start_server(SERVERS[0])
     assert step(worker, 2) == 0
     assert worker.get_embedding_size() == [4]
     assert worker.stats()["server_restarts"] == 1

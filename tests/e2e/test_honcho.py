@@ -14,7 +14,7 @@ from persia import launcher
 from persia._cluster.process import Options
 from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import TALKS
-from tests.meta.sources import ROOT
+from tests.support.processes import ROOT, run
 from tests.support.waiting import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -32,15 +32,8 @@ def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
     }
     lines = [f"{name}: {launch} {shlex.join(words)}\n" for name, words in roles.items()]
     (job.directory / "Procfile").write_text("".join(lines))
-    return subprocess.run(
-        [sys.executable, "-m", "honcho", "start", "--no-colour"],
-        cwd=job.directory,
-        env=job.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
+    words = ("-m", "honcho", "start", "--no-colour")
+    return run(*words, cwd=job.directory, env=job.environment, timeout_s=PATIENCE_S)
 
 
 def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:

@@ -15,7 +15,6 @@ from tests.e2e.support import SERVERS, Job, processes_with, wait_until_gone
 # The one is Compose's and Kubernetes', the other a terminal's; the way through is the same.
 SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 
-DONE = "print('trained')\n"
 TALKS = """
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._cluster.connect import connect_embedding_workers
@@ -51,9 +50,7 @@ send()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "order", [SERVERS[::-1], pytest.param(SERVERS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("order", [SERVERS[::-1], SERVERS])
 def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
     trainer = job.start("nn-worker", job.script("train.py", TALKS))
     loader = job.start("data-loader", job.script("load.py", "print('sent')"))
@@ -178,8 +175,6 @@ persia._process_exit._UNWIND_S = 1e6
 persia._process_exit.end_with_launcher()
 """
 BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
-
-
 UNWINDS = """
 import signal, threading, types
 import persia._process_exit

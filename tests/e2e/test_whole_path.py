@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._rpc.messages import BatchGradients, LookupResult, SlotGradient
-from persia._server.service import ParameterServer
-from persia._worker.service import EmbeddingWorker
 from tests.reference.worker import ReferenceJob, Samples, Weights, distinct
 from tests.support.profiles import tries
 from tests.support.services import (
@@ -30,8 +28,7 @@ from tests.support.services import (
     read_rows,
     value,
 )
-
-WIDE = 2**56  # the first id that does not fit 64 - 8 bits: it is cut to 0
+from tests.worker.cluster import WIDE
 
 
 @st.composite
@@ -92,52 +89,42 @@ def draw_weights(batch: dict[str, Samples], rng: np.random.Generator) -> Weights
 def test_one_two_and_four_servers_are_the_plain_python_job(
     optimizer: Any, steps: list[dict[str, Samples]], seed: int
 ) -> None:
-    job = ReferenceJob(SCHEMA, SETTINGS, optimizer)
+    job, rng = ReferenceJob(SCHEMA, SETTINGS, optimizer), np.random.default_rng(seed)
     clusters = [make_servers(n, optimizer=optimizer) for n in (1, 2, 4)]
     with contextlib.ExitStack() as stack:
         workers = [
-            stack.enter_context(
-                contextlib.closing(make_worker(servers, num_pooling_threads=num_threads))
-            )
+            make_worker(servers, num_pooling_threads=num_threads)
             for servers, num_threads in zip(clusters, (1, 3, 2), strict=True)
         ]
-        run_steps(job, clusters, workers, steps, np.random.default_rng(seed))
-
-
-def run_steps(
-    job: ReferenceJob,
-    clusters: list[list[ParameterServer]],
-    workers: list[EmbeddingWorker],
-    steps: list[dict[str, Samples]],
-    rng: np.random.Generator,
-) -> None:
-    for number, batch in enumerate(steps):
-        weights = draw_weights(batch, rng)
-        wanted = job.lookup(batch, is_training=True, weights=weights)
-        grads = draw_gradients(job, batch, rng)
-        report = job.update(batch, grads, weights)
-        signs: dict[int, list[int]] = {}
-        for name, samples in batch.items():
-            slot = SCHEMA.slots[name]
-            for x in distinct(job.kept(name, samples)):
-                signs.setdefault(slot.table, []).extend(job.signs_of(slot, x))
-        signs = {table: sorted(set(of_table)) for table, of_table in signs.items()}
-        for servers, worker in zip(clusters, workers, strict=True):
-            result = worker.lookup_direct(features(batch, number, weights=weights))
-            assert [output.name for output in result.outputs] == list(batch)
-            check(result, wanted)
-            # A slot that has no gradient may be there without one.
-            there = [name for name in grads if grads[name] is not None or number % 2]
-            slots = tuple(SlotGradient(name, grads[name]) for name in there)
-            applied = worker.update(BatchGradients(result.ref or 0, (0, number), slots))
-            assert applied.nan_samples == report.nan_samples
-            assert sum(applied.nan_rows.values()) == report.nan_rows
-            assert applied.num_missing == 0
-            assert {*applied.skipped} == {name for name in grads if grads[name] is None}
-            rows = read_rows(servers, signs)
-            for sign, row in rows.items():
-                assert row.tobytes() == job.rows[sign].tobytes(), hex(sign)
-            assert sum(worker.get_embedding_size()) == len(job.rows)
+        for worker in workers:
+            stack.callback(worker.close)
+        for number, batch in enumerate(steps):
+            weights = draw_weights(batch, rng)
+            wanted = job.lookup(batch, is_training=True, weights=weights)
+            grads = draw_gradients(job, batch, rng)
+            report = job.update(batch, grads, weights)
+            signs: dict[int, list[int]] = {}
+            for name, samples in batch.items():
+                slot = SCHEMA.slots[name]
+                for x in distinct(job.kept(name, samples)):
+                    signs.setdefault(slot.table, []).extend(job.signs_of(slot, x))
+            signs = {table: sorted(set(of_table)) for table, of_table in signs.items()}
+            for servers, worker in zip(clusters, workers, strict=True):
+                result = worker.lookup_direct(features(batch, number, weights=weights))
+                assert [output.name for output in result.outputs] == list(batch)
+                check(result, wanted)
+                # A slot that has no gradient may be there without one.
+                there = [name for name in grads if grads[name] is not None or number % 2]
+                slots = tuple(SlotGradient(name, grads[name]) for name in there)
+                applied = worker.update(BatchGradients(result.ref or 0, (0, number), slots))
+                assert applied.nan_samples == report.nan_samples
+                assert sum(applied.nan_rows.values()) == report.nan_rows
+                assert applied.num_missing == 0
+                assert {*applied.skipped} == {name for name in grads if grads[name] is None}
+                rows = read_rows(servers, signs)
+                for sign, row in rows.items():
+                    assert row.tobytes() == job.rows[sign].tobytes(), hex(sign)
+                assert sum(worker.get_embedding_size()) == len(job.rows)
 
 
 @tries(30)

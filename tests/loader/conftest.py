@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from persia._loader.sender import BatchSender
-from tests.support.streams import Background, FakeRank, FakeWorker, feeder, send
+from tests.support.streams import PATIENCE_S, Background, FakeRank, FakeWorker, Line, send
 
 MakeFeeder = Callable[..., BatchSender]
 
@@ -19,12 +21,25 @@ def make_feeder() -> Iterator[MakeFeeder]:
     """Of one rank or several, and one worker if not given; with ``sent`` batches on the way."""
     made = []
 
-    def make(ranks: Any, workers: Any = None, sent: int = 0, **options: Any) -> BatchSender:
-        listed = [
-            given if isinstance(given, list) else [given]
+    def make(
+        ranks: Any,
+        workers: Any = None,
+        sent: int = 0,
+        faults: random.Random | None = None,
+        **options: Any,
+    ) -> BatchSender:
+        both: list[Any] = [
+            [Line(one, faults) for one in (given if isinstance(given, list) else [given])]
             for given in (FakeWorker() if workers is None else workers, ranks)
         ]
-        made.append(feeder(*listed, **options))
+
+        def disconnect() -> None:
+            for line in itertools.chain(*both):
+                line.cut()
+
+        options = {"deadline_s": PATIENCE_S, "disconnect": disconnect, **options}
+        made.append(BatchSender(*both, **options))
+        made[-1].start()
         send_some(made[-1], sent)
         return made[-1]
 

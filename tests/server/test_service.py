@@ -175,14 +175,13 @@ def test_a_lookup_under_way_leaves_no_row_of_the_optimizer_before() -> None:
     server.configure(settings())
     server.register_optimizer(ADAGRAD)
     is_armed.set()
-    lookup = threading.Thread(target=look, args=(server, 1))
-    lookup.start()
+    lookup = Background(lambda: look(server, 1))
     assert was_read.wait(10)
     is_armed.clear()
     # The same width, with another meaning.
     server.register_optimizer(OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9}))
     may_go_on.set()
-    lookup.join(10)
+    lookup.result()
     assert server.get_embedding_size() == 0
     look(server, 1)
     assert np.asarray(entries(server, 1).states).tolist() == [[0, 0, 0, 0]]

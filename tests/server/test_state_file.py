@@ -126,7 +126,6 @@ def test_what_was_cleared_stays_so(directory: Path) -> None:
     second.configure(other_settings(seed=9))
     look(second)
     assert second.get_embedding_size() == len(SIGNS)
-    kill(second)
 
 
 def test_two_servers_do_not_share_a_file(directory: Path, monkeypatch: Monkey) -> None:
@@ -158,7 +157,6 @@ def test_in_a_full_tmpfs_training_goes_on(directory: Path, caplog: Log) -> None:
     assert not state.path.exists()
     assert rows(server) == before
     assert update(server, 3) == UpdateReply(0, False)
-    kill(server)
 
 
 def test_rows_of_another_config_are_not_taken_up(directory: Path, caplog: Log) -> None:
@@ -170,7 +168,6 @@ def test_rows_of_another_config_are_not_taken_up(directory: Path, caplog: Log) -
     assert server.get_embedding_size() == 0
     look(configured(server))
     assert update(server, 1) == UpdateReply(0, False)
-    kill(server)
 
 
 def test_counts_classes_and_steps_go_on(directory: Path) -> None:
@@ -189,7 +186,6 @@ def test_counts_classes_and_steps_go_on(directory: Path) -> None:
     assert second.get_embedding_size() == 0
     second.lookup(ask[1])
     assert second.get_embedding_size() == len(signs)
-    kill(second)
 
 
 def test_rows_of_many_chunks(directory: Path) -> None:
@@ -200,7 +196,6 @@ def test_rows_of_many_chunks(directory: Path) -> None:
     second = serve(open_file(directory), schema)
     (after,) = second.lookup(LookupRequest(1, False, (TableSigns(0, SIGNS),))).tables
     np.testing.assert_array_equal(before.rows, after.rows)
-    kill(second)
 
 
 def test_a_server_killed_in_a_load_has_half(tmp_path: Path, directory: Path) -> None:
@@ -222,7 +217,6 @@ def test_a_server_killed_in_a_load_has_half(tmp_path: Path, directory: Path) -> 
     third = serve(open_file(directory))
     assert rows(third) == before
     assert not update(third, 2).repeated
-    kill(third)
 
 
 def test_rows_that_have_no_room_are_kept(directory: Path, monkeypatch: Monkey) -> None:
@@ -243,13 +237,12 @@ def test_rows_that_have_no_room_are_kept(directory: Path, monkeypatch: Monkey) -
             serve(open_file(directory))
     second = serve(open_file(directory))
     assert rows(second) == before
-    kill(second)
 
 
 # --- hostile and broken files ---------------------------------------------------------------
 
 
-def spoil(change: Callable[[int], None], directory: Path) -> str:
+def spoil(change: Callable[[int], object], directory: Path) -> str:
     """Let ``change`` have the file of a killed server; returns why it is not taken up."""
     kill(begun(directory))
     path = path_of(directory, "test")
@@ -270,11 +263,6 @@ def spoil(change: Callable[[int], None], directory: Path) -> str:
     return why
 
 
-def two_notes(file: int) -> None:
-    for place in state_file._NOTES:
-        os.pwrite(file, b"!!", place + 40)
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -283,10 +271,13 @@ def two_notes(file: int) -> None:
         (lambda file: os.pwrite(file, b"GARBAGE", 0), "it is not a state file"),
         (lambda file: os.pwrite(file, b"\x63", 16), "layout: expected 1, got 99"),
         (lambda file: os.pwrite(file, b"\1", 4096), "it had run out of memory"),
-        (two_notes, "neither of its notes is whole"),
+        (
+            lambda file: [os.pwrite(file, b"!!", place + 40) for place in state_file._NOTES],
+            "neither of its notes is whole",
+        ),
     ],
 )
-def test_files_of_others(directory: Path, change: Callable[[int], None], why: str) -> None:
+def test_files_of_others(directory: Path, change: Callable[[int], object], why: str) -> None:
     assert why in spoil(change, directory)
     kill(begun(directory))
     other = StateFile(path_of(directory, "test"), SHARDS + 1)

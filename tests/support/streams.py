@@ -56,7 +56,6 @@ class FakeRank:
         self.waiting: dict[int, StreamedBatch] = {}  # delivered, not taken
         self.taken: dict[int, StreamedBatch] = {}  # not acknowledged
         self.order: list[int] = []  # as delivered, without duplicates
-        self.duplicates = 0
         self.failures: list[str] = []
         self.relocations: list[tuple[int, RemoteRef]] = []
         self.is_closed = False
@@ -88,7 +87,6 @@ class FakeRank:
             assert batch.batch_id % self.replica_size == self.replica_index
             assert batch.batch_id % known.opening.num_loaders == stream[0]
             if batch.batch_id < known.next_batch_id:
-                self.duplicates += 1
                 return
             assert known.end is None or batch.batch_id < known.end
             known.next_batch_id = batch.batch_id + 1
@@ -235,17 +233,14 @@ class FakeWorker:
         self.lock = threading.Lock()
         self.refs: dict[int, int] = {}  # batch id -> ref
         self.registered: list[int] = []  # batch ids, without repetitions
-        self.num_repeated = 0
         self.error: Exception | None = None  # what each call raises instead
         self.job = JobState()
-        self.asked = threading.Event()
 
     def register(self, features: IDFeatures, timeout_s: float | None = None) -> int:
         with self.lock:
             if self.error is not None:
                 raise self.error
             if features.batch_id in self.refs:
-                self.num_repeated += 1
                 return self.refs[features.batch_id]
             self.registered.append(features.batch_id)
             self.refs[features.batch_id] = 1000 + len(self.registered)
@@ -256,7 +251,6 @@ class FakeWorker:
             self.refs.clear()
 
     def job_status(self, watcher: str, timeout_s: float | None = None) -> int | None:
-        self.asked.set()
         if isinstance(self.error, ServiceUnavailable):
             raise self.error
         return self.job.job_status(watcher)
@@ -305,26 +299,6 @@ class Line:
             return result
 
         return call
-
-
-def feeder(
-    workers: list[Any], ranks: list[Any], *, faults: random.Random | None = None, **options: Any
-) -> BatchSender:
-    """A feeder over plain objects, started."""
-    lines: list[Any] = [Line(server, faults) for server in (*workers, *ranks)]
-
-    def disconnect() -> None:
-        for line in lines:
-            line.cut()
-
-    made = BatchSender(
-        lines[: len(workers)],
-        lines[len(workers) :],
-        disconnect=disconnect,
-        **({"deadline_s": PATIENCE_S} | options),
-    )
-    made.start()
-    return made
 
 
 def send(feeder: BatchSender, number: int = 0) -> None:

@@ -88,6 +88,13 @@ def make_ctx(worker: SpyWorker) -> MakeCtx:
 
 
 @pytest.fixture
+def ctx(make_ctx: MakeCtx) -> Iterator[TrainCtx]:
+    """A plain TrainCtx over the fake, entered until the test ends."""
+    with make_ctx() as made:
+        yield made
+
+
+@pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script of an embedded data-loader, to be written."""
     path = tmp_path / "data_loader.py"

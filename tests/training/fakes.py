@@ -1,10 +1,10 @@
-"""An embedding-worker in this process that notes what it is asked, and can be disturbed."""
+"""An embedding-worker, and other ranks, that note what they are asked and can be disturbed."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from persia._rpc.messages import (
     UpdateReport,
 )
 from persia._server.service import ParameterServer
+from persia._training.ranks import Ranks
 from persia._worker.service import EmbeddingWorker
 from persia.config import load_configs
 from persia.embedding.data import (
@@ -27,6 +28,7 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
+from persia.errors import ServiceUnavailable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -120,6 +122,34 @@ class SpyWorker(EmbeddingWorker):
             for number, row in enumerate(output.values)
             if row.any()
         }
+
+
+class SpyRanks(Ranks):
+    """Ranks that do as this one does until they have gone, after some rounds."""
+
+    def __init__(
+        self, world_size: int = 2, *, rounds: int = 10**6, others_failed: bool = False
+    ) -> None:
+        self._size, self._left, self._others_failed = world_size, rounds, others_failed
+        self.flags: list[bool] = []
+        self.turns = 0
+
+    def agree(self, code: int) -> list[int]:
+        if not self._left:
+            raise ServiceUnavailable("rank 1 has gone", role="nn-worker", replica=1)
+        self._left -= 1
+        return [code] * self._size
+
+    def any(self, flag: bool) -> bool:
+        self.flags.append(flag)
+        return flag or self._others_failed
+
+    def in_turn(self, action: Callable[[], Any]) -> Any:
+        self.turns += 1
+        return action()
+
+    def close(self) -> None:
+        pass
 
 
 # --- batches ----------------------------------------------------------------------------------

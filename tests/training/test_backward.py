@@ -21,6 +21,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout, StoreError
 from tests.support.fixtures import Log, Monkey
+from tests.support.streams import Background
 
 from .conftest import (
     LOCKSTEP,
@@ -34,7 +35,7 @@ from .conftest import (
     train,
     wait,
 )
-from .fakes import SpyWorker, make_batch
+from .fakes import SpyRanks, SpyWorker, make_batch
 
 
 def total(embeddings: list[Any]) -> torch.Tensor:
@@ -71,17 +72,16 @@ class SpoiltNet(Net):
         return super().forward(dense, [first, *rest])
 
 
-def test_backward_returns_the_loss_and_counts(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        for number, batch in enumerate(DataLoader(batches(3)), start=1):
-            output, labels = ctx.forward(batch)
-            loss = loss_of(output, labels)
-            assert ctx.backward(loss) is loss
-            assert ctx.update_times == number
-            for parameter in ctx.model.parameters():
-                assert parameter.grad is None
-            # Or the next backward would add to what is being sent.
-            assert all(leaf.tensor.grad is None for leaf in batch.leaves)
+def test_backward_returns_the_loss_and_counts(ctx: TrainCtx) -> None:
+    for number, batch in enumerate(DataLoader(batches(3)), start=1):
+        output, labels = ctx.forward(batch)
+        loss = loss_of(output, labels)
+        assert ctx.backward(loss) is loss
+        assert ctx.update_times == number
+        for parameter in ctx.model.parameters():
+            assert parameter.grad is None
+        # Or the next backward would add to what is being sent.
+        assert all(leaf.tensor.grad is None for leaf in batch.leaves)
 
 
 def test_w02_non_finite_rows_are_warned_of_again(make_ctx: MakeCtx, caplog: Log) -> None:
@@ -160,33 +160,19 @@ def test_w03_with_a_grad_scaler_a_non_finite_gradient_skips_dense_and_sparse(
     assert all(np.isfinite(row).all() for row in worker.rows.values())
 
 
-class Flags:
-    """Ranks of which another one has a gradient that is not finite."""
-
-    def __init__(self) -> None:
-        self.flags: list[bool] = []
-
-    def any(self, flag: bool) -> bool:
-        self.flags.append(flag)
-        return True
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("is_mine", "num_ranks"), [(True, 1), (True, 2), (False, 2)])
 def test_w03_a_non_finite_dense_gradient_of_any_rank_skips_both_steps(
     worker: SpyWorker, make_ctx: MakeCtx, is_mine: bool, num_ranks: int
 ) -> None:
     # Under the averaging algorithms one rank alone would skip its step, and with it an
     # average, or a turn to update, that the others wait for.
-    model, ranks = Net(), Flags()
+    model, ranks = Net(), SpyRanks(others_failed=True)
     if is_mine:
         bias: Any = model.layer.bias
         bias.register_hook(lambda gradient: gradient * float("inf"))
     with make_ctx(model=model, mixed_precision=True) as ctx:
         if num_ranks > 1:
-            ctx._ranks = ranks  # type: ignore[assignment]
+            ctx._ranks = ranks
             ctx.distributed_option = BaguaDistributedOption("decentralized")
         assert ctx.grad_scaler is not None
         scale = ctx.grad_scaler.get_scale()
@@ -217,13 +203,12 @@ def test_mixed_precision_scales_and_casts(worker: SpyWorker, make_ctx: MakeCtx) 
 # --- what has no gradient -----------------------------------------------------------------
 
 
-def test_feature_without_a_gradient(worker: SpyWorker, make_ctx: MakeCtx, caplog: Log) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader(batches(5)):
-            _, embeddings, _ = ctx.prepare_features(batch)
-            ctx.backward(total(embeddings[:1]))
-        ctx.get_embedding_size()
-        assert ctx.stats()["skipped_slots"] == {"tags": 5}
+def test_feature_without_a_gradient(worker: SpyWorker, ctx: TrainCtx, caplog: Log) -> None:
+    for batch in DataLoader(batches(5)):
+        _, embeddings, _ = ctx.prepare_features(batch)
+        ctx.backward(total(embeddings[:1]))
+    ctx.get_embedding_size()
+    assert ctx.stats()["skipped_slots"] == {"tags": 5}
     assert caplog.text.count("did not reach these id features") == 1
     assert "tags" in caplog.text
     assert [slot.gradient is None for slot in worker.gradients[0].gradients] == [False, True]
@@ -280,16 +265,15 @@ def test_w46_a_context_without_backward_releases_all(worker: SpyWorker) -> None:
     assert worker.refs == {}
 
 
-def test_w25_failed_lookups(worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
+def test_w25_failed_lookups(worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey) -> None:
     def refuse(*arguments: object) -> None:
         raise MemoryError("no room for the tensors")
 
-    with make_ctx() as ctx:
-        monkeypatch.setattr("persia._training.batch.DeviceTransfer.stage", refuse)
-        with pytest.raises(MemoryError, match="no room"):
-            ctx.get_embedding_from_data(make_batch(0))
-        assert worker.refs == {}
-        assert ctx.stats()["staleness"] == 0
+    monkeypatch.setattr("persia._training.batch.DeviceTransfer.stage", refuse)
+    with pytest.raises(MemoryError, match="no room"):
+        ctx.get_embedding_from_data(make_batch(0))
+    assert worker.refs == {}
+    assert ctx.stats()["staleness"] == 0
 
 
 # --- threads, waiting and errors ----------------------------------------------------------
@@ -346,18 +330,17 @@ def test_exception_of_the_body_wins(worker: SpyWorker, make_ctx: MakeCtx, caplog
     assert "disk on fire" in caplog.text
 
 
-def test_a_read_swallows_no_failed_update(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+def test_a_read_swallows_no_failed_update(worker: SpyWorker, ctx: TrainCtx) -> None:
     worker.before_update = fail_at(0, StoreError("disk on fire"))
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(make_batch(0))
-        with eval_ctx(model=ctx.model):
-            reading = iter(DataLoader([make_batch(1)]))
-            step(ctx, batch)
-            # Its thread waits for the update; had it raised, a loop left early would
-            # have taken the exception with it.
-            next(reading)
-        with pytest.raises(StoreError, match="disk on fire"):
-            ctx.get_embedding_size()
+    batch = ctx.get_embedding_from_data(make_batch(0))
+    with eval_ctx(model=ctx.model):
+        reading = iter(DataLoader([make_batch(1)]))
+        step(ctx, batch)
+        # Its thread waits for the update; had it raised, a loop left early would
+        # have taken the exception with it.
+        next(reading)
+    with pytest.raises(StoreError, match="disk on fire"):
+        ctx.get_embedding_size()
 
 
 def test_w40_failed_update_ends_no_worker(worker: SpyWorker, make_ctx: MakeCtx) -> None:
@@ -384,7 +367,7 @@ def test_w48_leaving_waits_for_every_update(worker: SpyWorker, make_ctx: MakeCtx
 
 @pytest.mark.parametrize("is_given_the_worker", [False, True])
 def test_reads_see_own_writes(
-    worker: SpyWorker, make_ctx: MakeCtx, is_given_the_worker: bool
+    worker: SpyWorker, ctx: TrainCtx, is_given_the_worker: bool
 ) -> None:
     release = threading.Event()
     order: list[str] = []
@@ -393,23 +376,19 @@ def test_reads_see_own_writes(
         release.wait(WAIT_S)
         order.append("update")
 
-    with make_ctx() as ctx:
-        train(ctx, batches(1))
-        ctx.get_embedding_size()
-        worker.before_update = hold
-        worker.before_lookup = lambda batch_id: order.append("read")
-        batch = ctx.get_embedding_from_data(make_batch(0))
-        order.clear()
-        step(ctx, batch)
-        given = worker if is_given_the_worker else None
-        with eval_ctx(model=ctx.model, embedding_worker=given) as inner:
-            reader = threading.Thread(
-                target=inner.get_embedding_from_data, args=(make_batch(0),)
-            )
-            reader.start()
-            release.set()
-            reader.join(WAIT_S)
-        assert order == ["update", "read"]
+    train(ctx, batches(1))
+    ctx.get_embedding_size()
+    worker.before_update = hold
+    worker.before_lookup = lambda batch_id: order.append("read")
+    batch = ctx.get_embedding_from_data(make_batch(0))
+    order.clear()
+    step(ctx, batch)
+    given = worker if is_given_the_worker else None
+    with eval_ctx(model=ctx.model, embedding_worker=given) as inner:
+        reader = Background(lambda: inner.get_embedding_from_data(make_batch(0)))
+        release.set()
+        reader.result()
+    assert order == ["update", "read"]
 
 
 def test_full_queue_waits(worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
@@ -483,25 +462,24 @@ def test_dense_step_fails(worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Mon
 
 
 def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
-    worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Monkey
+    worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey
 ) -> None:
     monkeypatch.setattr("persia._training.backward.WAIT_S", 1.0)
-    with make_ctx() as ctx:
-        (batch,) = DataLoader(batches(1))
-        batch = ctx.get_embedding_from_data(make_batch(0))
-        output, labels = ctx.forward(batch)
-        engine = ctx.backward_engine
-        assert engine is not None
+    (batch,) = DataLoader(batches(1))
+    batch = ctx.get_embedding_from_data(make_batch(0))
+    output, labels = ctx.forward(batch)
+    engine = ctx.backward_engine
+    assert engine is not None
 
-        def interrupt(item: object, timeout_s: float) -> bool:
-            raise KeyboardInterrupt
+    def interrupt(item: object, timeout_s: float) -> bool:
+        raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(engine.queue, "put", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                ctx.backward(loss_of(output, labels))
-        assert ctx.stats()["failed"] == 1
-        assert worker.refs == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.queue, "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ctx.backward(loss_of(output, labels))
+    assert ctx.stats()["failed"] == 1
+    assert worker.refs == {}
     # leaving waited for no update that was never sent, or it would be a ServiceTimeout
 
 
@@ -547,14 +525,13 @@ def test_report_is_added_up(make_ctx: MakeCtx) -> None:
         (lambda loss: loss.expand(0), r"\[0\]"),
     ],
 )
-def test_a_loss_is_one_number_with_a_graph(make_ctx: MakeCtx, wrong: Any, says: str) -> None:
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(make_batch(0))
-        loss = loss_of(*ctx.forward(batch))
-        with pytest.raises((DataError, DataTypeError), match=says):
-            ctx.backward(wrong(loss))
-        ctx.backward(loss)  # nothing had changed
-        assert ctx.update_times == 1
+def test_a_loss_is_one_number_with_a_graph(ctx: TrainCtx, wrong: Any, says: str) -> None:
+    batch = ctx.get_embedding_from_data(make_batch(0))
+    loss = loss_of(*ctx.forward(batch))
+    with pytest.raises((DataError, DataTypeError), match=says):
+        ctx.backward(wrong(loss))
+    ctx.backward(loss)  # nothing had changed
+    assert ctx.update_times == 1
 
 
 def test_an_optimizer_of_another_model_is_told(make_ctx: MakeCtx, caplog: Log) -> None:
@@ -567,11 +544,10 @@ def test_an_optimizer_of_another_model_is_told(make_ctx: MakeCtx, caplog: Log) -
     assert "dense_optimizer has none of the model's 2 parameters" in caplog.text
 
 
-def test_a_backward_without_embeddings_is_told_once(make_ctx: MakeCtx, caplog: Log) -> None:
-    with make_ctx() as ctx:
-        for number in range(2):
-            step(ctx, ctx.get_embedding_from_data(make_batch(number, requires_grad=False)))
-            assert caplog.text.count("made with requires_grad=False") == 1
+def test_a_backward_without_embeddings_is_told_once(ctx: TrainCtx, caplog: Log) -> None:
+    for number in range(2):
+        step(ctx, ctx.get_embedding_from_data(make_batch(number, requires_grad=False)))
+        assert caplog.text.count("made with requires_grad=False") == 1
 
 
 # --- learning rates -------------------------------------------------------------------------

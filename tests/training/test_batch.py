@@ -5,7 +5,6 @@ where its gradients go.
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 from persia._rpc.messages import PooledOutput
 from persia._training.batch import DeviceTransfer, Jagged, PersiaTrainingBatch
-from persia.ctx import eval_ctx
+from persia.ctx import TrainCtx, eval_ctx
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -33,15 +32,17 @@ def embeddings_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
     return [tensor for tensor in batch.embedding_tensors if isinstance(tensor, torch.Tensor)]
 
 
-def lists_batch(name: str, lists: list[np.ndarray[Any, Any]], **options: Any) -> PersiaBatch:
-    label = Label(np.zeros((len(lists), 1), np.float32))
-    return PersiaBatch([IDTypeFeature(name, lists)], labels=[label], **options)
+def tensors_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
+    """All that a model and its loss are given."""
+    tensors = [*batch.non_id_type_tensors, *(batch.labels or [])]
+    for item in batch.embedding_tensors:
+        tensors += item if isinstance(item, Jagged) else [item]
+    return tensors
 
 
-def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
+def test_tensors_come_in_the_order_of_the_batch(ctx: TrainCtx) -> None:
     names = ("jag", "user", "seq", "tags")
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(make_batch(3, size=5, names=names))
+    batch = ctx.get_embedding_from_data(make_batch(3, size=5, names=names))
     assert batch.feature_names == names
     jagged, user, raw, tags = batch.embedding_tensors
     assert isinstance(jagged, Jagged)
@@ -62,8 +63,10 @@ def test_tensors_come_in_the_order_of_the_batch(make_ctx: MakeCtx) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("seq", 1), ("seq", 4), ("jag", 3)])
 def test_w36_no_id_at_all(worker: SpyWorker, make_ctx: MakeCtx, name: str, size: int) -> None:
+    label = Label(np.zeros((size, 1), np.float32))
+    empty = PersiaBatch([IDTypeFeature(name, [u64()] * size)], labels=[label])
     with make_ctx(model=Net(1, num_dense=0)) as ctx:
-        batch = ctx.get_embedding_from_data(lists_batch(name, [u64()] * size))
+        batch = ctx.get_embedding_from_data(empty)
         if name == "seq":
             (raw,) = embeddings_of(batch)
             assert torch.equal(raw.detach(), torch.zeros(size, FIXED, DIM + 1))
@@ -74,15 +77,14 @@ def test_w36_no_id_at_all(worker: SpyWorker, make_ctx: MakeCtx, name: str, size:
     assert slot.gradient.shape == (0, DIM)
 
 
-def test_batch_without_labels_has_none(make_ctx: MakeCtx) -> None:
+def test_batch_without_labels_has_none(ctx: TrainCtx) -> None:
     batch = PersiaBatch([IDTypeFeatureWithSingleID("user", u64(1))], requires_grad=False)
-    with make_ctx() as ctx:
-        assert ctx.get_embedding_from_data(batch).labels is None
+    assert ctx.get_embedding_from_data(batch).labels is None
 
 
-def test_evaluation_has_no_leaves(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+def test_evaluation_has_no_leaves(worker: SpyWorker, ctx: TrainCtx) -> None:
     names = ("jag", "user", "seq")
-    with make_ctx() as ctx, eval_ctx(model=ctx.model) as inner:
+    with eval_ctx(model=ctx.model) as inner:
         batch = inner.get_embedding_from_data(make_batch(1, names=names))
         assert batch.leaves == []
         assert batch.ticket is None
@@ -106,26 +108,20 @@ def test_a_batch_may_be_forwarded_twice(worker: SpyWorker, make_ctx: MakeCtx) ->
     assert worker.of("update") == [0]
 
 
-def test_bytes_make_the_same_batch(make_ctx: MakeCtx) -> None:
+def test_bytes_make_the_same_batch(ctx: TrainCtx) -> None:
     batch = make_batch(5, meta=b"five")
-    with make_ctx() as ctx:
-        direct = ctx.get_embedding_from_data(batch)
-        through = ctx.get_embedding_from_bytes(batch.to_bytes())
+    direct = ctx.get_embedding_from_data(batch)
+    through = ctx.get_embedding_from_bytes(batch.to_bytes())
     assert through.meta == b"five"
     assert through.labels is not None
-    assert direct.labels is not None
-    for one, other in zip(
-        [*direct.non_id_type_tensors, *embeddings_of(direct), *direct.labels],
-        [*through.non_id_type_tensors, *embeddings_of(through), *through.labels],
-        strict=True,
-    ):
+    for one, other in zip(tensors_of(direct), tensors_of(through), strict=True):
         assert torch.equal(one, other)
 
 
 # --- copies to tensors ----------------------------------------------------------------------
 
 
-def test_dense_and_labels_keep_their_dtype(make_ctx: MakeCtx) -> None:
+def test_dense_and_labels_keep_their_dtype(ctx: TrainCtx) -> None:
     # W-21: the original turned bool into uint8.
     arrays = [
         np.array([[True], [False]]),
@@ -139,8 +135,7 @@ def test_dense_and_labels_keep_their_dtype(make_ctx: MakeCtx) -> None:
         [NonIDTypeFeature(array) for array in arrays],
         [Label(array) for array in arrays],
     )
-    with make_ctx() as ctx:
-        got = ctx.get_embedding_from_data(batch)
+    got = ctx.get_embedding_from_data(batch)
     dtypes = [torch.bool, torch.int8, torch.float64, torch.int64, torch.float32]
     assert got.labels is not None
     for tensors in (got.non_id_type_tensors, got.labels):
@@ -149,20 +144,19 @@ def test_dense_and_labels_keep_their_dtype(make_ctx: MakeCtx) -> None:
             assert np.array_equal(tensor.numpy(), array)
 
 
-def test_w37_tensors_outlive_their_batch(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        batch = ctx.get_embedding_from_data(make_batch(1))
-        (dense,), embeddings, labels = ctx.prepare_features(batch)
-        kept = [dense, *embeddings, *(labels or [])]
-        before = [each.detach().clone() for each in kept if isinstance(each, torch.Tensor)]
-        ctx.current_batch = None
-        del batch
-        gc.collect()
-        for number in range(20):
-            ctx.get_embedding_from_data(make_batch(number))
-        for tensor, copy in zip(kept, before, strict=True):
-            assert isinstance(tensor, torch.Tensor)
-            assert torch.equal(tensor.detach(), copy)
+def test_w37_tensors_outlive_their_batch(ctx: TrainCtx) -> None:
+    batch = ctx.get_embedding_from_data(make_batch(1))
+    (dense,), embeddings, labels = ctx.prepare_features(batch)
+    kept = [dense, *embeddings, *(labels or [])]
+    before = [each.detach().clone() for each in kept if isinstance(each, torch.Tensor)]
+    ctx.current_batch = None
+    del batch
+    gc.collect()
+    for number in range(20):
+        ctx.get_embedding_from_data(make_batch(number))
+    for tensor, copy in zip(kept, before, strict=True):
+        assert isinstance(tensor, torch.Tensor)
+        assert torch.equal(tensor.detach(), copy)
 
 
 def test_w37_received_bytes_are_copied_and_own_arrays_are_not() -> None:
@@ -202,24 +196,11 @@ def test_w38_an_output_of_more_than_256_mib_moves_whole(device: str) -> None:
 
 @needs_cuda
 @pytest.mark.cuda
-def test_cuda_gives_what_the_cpu_gives(make_ctx: MakeCtx) -> None:
+def test_cuda_gives_what_the_cpu_gives(ctx: TrainCtx) -> None:
     names = ("jag", "user", "seq", "tags")
-    with make_ctx() as ctx:
-        wanted = ctx.get_embedding_from_data(make_batch(3, names=names))
-        got = ctx.get_embedding_from_data(make_batch(3, names=names), device_id=0)
-    for one, other in zip(wanted.embedding_tensors, got.embedding_tensors, strict=True):
-        pair = [
-            (item.values, item.offsets) if isinstance(item, Jagged) else (item,)
-            for item in (one, other)
-        ]
-        for left, right in zip(*pair, strict=True):
-            assert right.device.type == "cuda"
-            assert torch.equal(left, right.cpu())
-    for one, other in zip(
-        [*wanted.non_id_type_tensors, *(wanted.labels or [])],
-        [*got.non_id_type_tensors, *(got.labels or [])],
-        strict=True,
-    ):
+    wanted = ctx.get_embedding_from_data(make_batch(3, names=names))
+    got = ctx.get_embedding_from_data(make_batch(3, names=names), device_id=0)
+    for one, other in zip(tensors_of(wanted), tensors_of(got), strict=True):
         assert other.device.type == "cuda"
         assert torch.equal(one, other.cpu())
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from tests.distributed.batches import DIM, SLOTS, make_batch
 from tests.distributed.net import Net, Tensors, rows
 from tests.distributed.net import make_ctx as make_stream_ctx
 from tests.support.fixtures import Log, Monkey
-from tests.support.processes import ROOT
+from tests.support.processes import run
 
 from .conftest import LOCKSTEP, MakeCtx, step
 from .conftest import Net as SmallNet
@@ -457,10 +455,8 @@ with make_ctx() as ctx:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["add", "finish"])
 def test_a_crash_leaves_the_dump_before(whole: Whole, tmp_path: Path, method: str) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", DIES, str(tmp_path), method], cwd=ROOT, check=False, timeout=240
-    )
-    assert ran.returncode == -signal.SIGKILL
+    ran = run("-c", DIES, tmp_path, method, timeout_s=240)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
     with make_ctx() as ctx:
         ctx.load_checkpoint(tmp_path)
         assert ctx.resume_position.batches == 3
@@ -580,7 +576,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 def test_model_and_optimizer_come_back(make_ctx: MakeCtx, tmp_path: Path) -> None:
-    ctx = make_ctx()
+    ctx = make_ctx()  # it need not be entered
     model, other = plain(), plain()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     model(torch.ones(1, 2)).sum().backward()
@@ -598,8 +594,8 @@ def test_model_and_optimizer_come_back(make_ctx: MakeCtx, tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["dense.pt", "opt.pt"]
 
 
-def test_w67_wrapper_leaves_no_prefix(make_ctx: MakeCtx, tmp_path: Path, group: None) -> None:
-    ctx, model, other = make_ctx(), plain(), plain()
+def test_w67_wrapper_leaves_no_prefix(ctx: TrainCtx, tmp_path: Path, group: None) -> None:
+    model, other = plain(), plain()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     ctx.dump_torch_state_dict(wrapped, tmp_path, "dense.pt")
     state = torch.load(tmp_path / "dense.pt", weights_only=True)
@@ -616,21 +612,21 @@ def test_w67_wrapper_leaves_no_prefix(make_ctx: MakeCtx, tmp_path: Path, group: 
     assert same(fourth, model)
 
 
-def test_model_whose_only_child_is_named_module(make_ctx: MakeCtx, tmp_path: Path) -> None:
+def test_model_whose_only_child_is_named_module(ctx: TrainCtx, tmp_path: Path) -> None:
     class Holder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module = torch.nn.Linear(2, 1)
 
-    ctx, model, other = make_ctx(), Holder(), Holder()
+    model, other = Holder(), Holder()
     ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
     ctx.load_torch_state_dict(other, tmp_path / "dense.pt")
     assert same(model, other)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_w67_script_of_a_wrapper(make_ctx: MakeCtx, tmp_path: Path, group: None) -> None:
-    ctx, model = make_ctx(), plain()
+def test_w67_script_of_a_wrapper(ctx: TrainCtx, tmp_path: Path, group: None) -> None:
+    model = plain()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     ctx.dump_torch_state_dict(wrapped, tmp_path, "jit.pt", is_jit=True)
     scripted = torch.jit.load(str(tmp_path / "jit.pt"))  # type: ignore[no-untyped-call]
@@ -638,7 +634,7 @@ def test_w67_script_of_a_wrapper(make_ctx: MakeCtx, tmp_path: Path, group: None)
     assert torch.equal(scripted(x), model(x))
 
 
-def test_w71_a_file_cannot_run_code(make_ctx: MakeCtx, tmp_path: Path) -> None:
+def test_w71_a_file_cannot_run_code(ctx: TrainCtx, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (Path.touch, (tmp_path / "touched",))  # type: ignore[return-value]
@@ -650,12 +646,11 @@ def test_w71_a_file_cannot_run_code(make_ctx: MakeCtx, tmp_path: Path) -> None:
     ):
         write()
         with pytest.raises(CheckpointError, match=r"evil\.pt cannot be read"):
-            make_ctx().load_torch_state_dict(plain(), path)
+            ctx.load_torch_state_dict(plain(), path)
     assert not (tmp_path / "touched").exists()
 
 
-def test_file_that_is_missing_or_does_not_fit(make_ctx: MakeCtx, tmp_path: Path) -> None:
-    ctx = make_ctx()
+def test_file_that_is_missing_or_does_not_fit(ctx: TrainCtx, tmp_path: Path) -> None:
     ctx.dump_torch_state_dict(plain(), tmp_path, "dense.pt")
     torch.save(torch.ones(3), tmp_path / "tensor.pt")
     ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path, "opt.pt")
@@ -671,8 +666,8 @@ def test_file_that_is_missing_or_does_not_fit(make_ctx: MakeCtx, tmp_path: Path)
             ctx.load_torch_state_dict(SmallNet(), tmp_path / name)
 
 
-def test_failed_write_is_undone(make_ctx: MakeCtx, tmp_path: Path, monkeypatch: Monkey) -> None:
-    ctx, model, other = make_ctx(), plain(), plain()
+def test_failed_write_is_undone(ctx: TrainCtx, tmp_path: Path, monkeypatch: Monkey) -> None:
+    model, other = plain(), plain()
     ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
 
     def no_space(state: object, path: Path) -> None:

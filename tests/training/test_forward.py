@@ -6,7 +6,7 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from tests.support.fixtures import Log, Monkey
 from tests.support.waiting import until
 
 from .conftest import LOCKSTEP, WAIT_S, MakeCtx, fail_at, loss_of, step, wait
-from .fakes import SpyWorker, make_batch, u64
+from .fakes import SpyRanks, SpyWorker, make_batch, u64
 
 
 class Batches(IterableDataset):
@@ -111,7 +111,7 @@ def test_every_batch_comes_exactly_once(
     assert ctx.stats()["staleness"] == 0
 
 
-def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(make_ctx: MakeCtx) -> None:
+def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(ctx: TrainCtx) -> None:
     release = threading.Event()
 
     class Stalls(IterableDataset):
@@ -119,71 +119,66 @@ def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(make_ctx: MakeCtx) 
             yield make_batch()
             release.wait(WAIT_S)
 
-    with make_ctx() as ctx:
-        # The end of the data is none: this would wait for days.
-        assert train_all(ctx, DataLoader(Batches(0), timeout_ms=10**9)) == []
-        iterator = iter(DataLoader(Stalls(), timeout_ms=50))
+    # The end of the data is none: this would wait for days.
+    assert train_all(ctx, DataLoader(Batches(0), timeout_ms=10**9)) == []
+    iterator = iter(DataLoader(Stalls(), timeout_ms=50))
+    next(iterator)
+    set_when_closing(ctx, release)
+    with pytest.raises(TimeoutError, match=r"0\.05 s.*dataset \(Stalls\)") as caught:
         next(iterator)
-        set_when_closing(ctx, release)
-        with pytest.raises(TimeoutError, match=r"0\.05 s.*dataset \(Stalls\)") as caught:
-            next(iterator)
-        assert isinstance(caught.value, ServiceTimeout)
+    assert isinstance(caught.value, ServiceTimeout)
 
 
-def test_stall_of_a_lookup_names_the_worker(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+def test_stall_of_a_lookup_names_the_worker(worker: SpyWorker, ctx: TrainCtx) -> None:
     hold = threading.Event()
     worker.before_lookup = lambda batch_id: wait(hold)
-    with make_ctx() as ctx:
-        iterator = iter(DataLoader(Batches(5), timeout_ms=50, num_workers=2))
-        set_when_closing(ctx, hold)
-        with pytest.raises(ServiceTimeout, match="lookups at the embedding-worker"):
-            next(iterator)
+    iterator = iter(DataLoader(Batches(5), timeout_ms=50, num_workers=2))
+    set_when_closing(ctx, hold)
+    with pytest.raises(ServiceTimeout, match="lookups at the embedding-worker"):
+        next(iterator)
 
 
-def test_the_timeout_of_a_lookup_is_raised(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+def test_the_timeout_of_a_lookup_is_raised(worker: SpyWorker, ctx: TrainCtx) -> None:
     worker.before_lookup = fail_at(0, ServiceTimeout("batch 3 is lost"))
-    with make_ctx() as ctx, pytest.raises(ServiceTimeout, match=r"^batch 3 is lost$"):
+    with pytest.raises(ServiceTimeout, match=r"^batch 3 is lost$"):
         train_all(ctx, DataLoader(Batches(1)))
 
 
-def test_a_log_line_while_it_waits(make_ctx: MakeCtx, monkeypatch: Monkey, caplog: Log) -> None:
+def test_a_log_line_while_it_waits(ctx: TrainCtx, monkeypatch: Monkey, caplog: Log) -> None:
     monkeypatch.setattr(forward, "LINE_S", 0.01)
 
     def generate() -> Iterator[PersiaBatch]:
         until(lambda: "no batch yet: waiting for the dataset (generator)" in caplog.text)
         yield make_batch(meta=b"0")
 
-    with make_ctx() as ctx:
-        assert train_all(ctx, DataLoader(generate(), timeout_ms=20_000)) == [0]
+    assert train_all(ctx, DataLoader(generate(), timeout_ms=20_000)) == [0]
 
 
-def test_a_stalled_update_is_a_timeout(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+def test_a_stalled_update_is_a_timeout(worker: SpyWorker, ctx: TrainCtx) -> None:
     hold = threading.Event()
     worker.before_update = lambda batch_id: wait(hold)
-    with make_ctx() as ctx:
-        loader = DataLoader(Batches(5), timeout_ms=50, embedding_staleness=1)
-        iterator = iter(loader)
-        batch = next(iterator)
-        step(ctx, batch)
-        with pytest.raises(ServiceTimeout, match="embedding_staleness=1"):
-            next(iterator)
-        hold.set()
+    loader = DataLoader(Batches(5), timeout_ms=50, embedding_staleness=1)
+    iterator = iter(loader)
+    batch = next(iterator)
+    step(ctx, batch)
+    with pytest.raises(ServiceTimeout, match="embedding_staleness=1"):
+        next(iterator)
+    hold.set()
 
 
 # --- staleness --------------------------------------------------------------------------------
 
 
-def test_a_left_lockstep_loop_looks_nothing_up(worker: SpyWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        loader = DataLoader(Batches(40), **LOCKSTEP)
-        for epoch in range(3):
-            for number, batch in enumerate(loader):
-                step(ctx, batch)
-                if number == 4:
-                    break
-            del batch
-            assert worker.of("lookup") == list(range(5 * (epoch + 1)))
-        assert ctx.stats()["unused"] == 0
+def test_a_left_lockstep_loop_looks_nothing_up(worker: SpyWorker, ctx: TrainCtx) -> None:
+    loader = DataLoader(Batches(40), **LOCKSTEP)
+    for epoch in range(3):
+        for number, batch in enumerate(loader):
+            step(ctx, batch)
+            if number == 4:
+                break
+        del batch
+        assert worker.of("lookup") == list(range(5 * (epoch + 1)))
+    assert ctx.stats()["unused"] == 0
 
 
 def test_w25_batch_without_backward_is_counted(worker: SpyWorker, make_ctx: MakeCtx) -> None:
@@ -202,35 +197,31 @@ def test_w25_batch_without_backward_is_counted(worker: SpyWorker, make_ctx: Make
     assert worker.refs == {}
 
 
-def test_batch_of_the_past_takes_no_backward(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        first, _second, *_ = DataLoader(Batches(4))
-        output, labels = ctx.forward(first)
-        with pytest.raises(DataError, match=r"batch \d .*abandoned.*ctx\.keep"):
-            ctx.backward(loss_of(output, labels))
+def test_batch_of_the_past_takes_no_backward(ctx: TrainCtx) -> None:
+    first, _second, *_ = DataLoader(Batches(4))
+    output, labels = ctx.forward(first)
+    with pytest.raises(DataError, match=r"batch \d .*abandoned.*ctx\.keep"):
+        ctx.backward(loss_of(output, labels))
 
 
-def test_evaluation_takes_no_permit(worker: SpyWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        with eval_ctx(model=ctx.model):
-            assert len(list(DataLoader(Batches(12), embedding_staleness=1))) == 12
-        assert ctx.stats()["abandoned"] == 0
+def test_evaluation_takes_no_permit(worker: SpyWorker, ctx: TrainCtx) -> None:
+    with eval_ctx(model=ctx.model):
+        assert len(list(DataLoader(Batches(12), embedding_staleness=1))) == 12
+    assert ctx.stats()["abandoned"] == 0
     assert worker.of("lookup") == []
     assert len(worker.of("read")) == 12
 
 
-def test_batch_without_gradient_takes_no_permit(worker: SpyWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader(Batches(12, requires_grad=False), **LOCKSTEP):
-            assert not batch.requires_grad
-            with pytest.raises(DataError, match="no gradients"):
-                ctx.keep(batch)
-            for tensor in batch.embedding_tensors:
-                assert isinstance(tensor, torch.Tensor)
-                assert not tensor.requires_grad
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_of(output, labels))  # the dense part trains alone
-        assert ctx.stats()["batches"] == 0
+def test_batch_without_gradient_takes_no_permit(worker: SpyWorker, ctx: TrainCtx) -> None:
+    for batch in DataLoader(Batches(12, requires_grad=False), **LOCKSTEP):
+        assert not batch.requires_grad
+        with pytest.raises(DataError, match="no gradients"):
+            ctx.keep(batch)
+        for tensor in batch.embedding_tensors:
+            assert isinstance(tensor, torch.Tensor)
+            assert not tensor.requires_grad
+        step(ctx, batch)  # the dense part trains alone
+    assert ctx.stats()["batches"] == 0
     assert worker.of("read") == list(range(12))
 
 
@@ -290,42 +281,39 @@ def test_keep_beyond_the_permits_is_an_error(worker: SpyWorker, make_ctx: MakeCt
 @pytest.mark.parametrize("reproducible", [False, True])
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_break_ends_the_threads_and_the_users_generator(
-    worker: SpyWorker, make_ctx: MakeCtx, reproducible: bool, staleness: int | None
+    worker: SpyWorker, ctx: TrainCtx, reproducible: bool, staleness: int | None
 ) -> None:
     dataset = Batches(10**6)
     loader = DataLoader(dataset, reproducible=reproducible, embedding_staleness=staleness)
-    with make_ctx() as ctx:
-        for batch in loader:
-            step(ctx, batch)
-            break
-        assert dataset.closed.is_set()
-        alive = [thread.name for thread in threading.enumerate()]
-        assert not [name for name in alive if name.startswith(("persia-d", "persia-f"))]
-        ctx.get_embedding_size()  # waits for the one update
-        assert ctx.stats()["staleness"] == 0
-        assert worker.refs == {}
+    for batch in loader:
+        step(ctx, batch)
+        break
+    assert dataset.closed.is_set()
+    alive = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in alive if name.startswith(("persia-d", "persia-f"))]
+    ctx.get_embedding_size()  # waits for the one update
+    assert ctx.stats()["staleness"] == 0
+    assert worker.refs == {}
 
 
-def test_w42_nothing_of_an_aborted_epoch_leaks_into_the_next(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        dataset = Batches(30)
-        loader = DataLoader(dataset, reproducible=True)
-        for _ in loader:
-            break
-        assert train_all(ctx, loader) == list(range(30))
+def test_w42_nothing_of_an_aborted_epoch_leaks_into_the_next(ctx: TrainCtx) -> None:
+    dataset = Batches(30)
+    loader = DataLoader(dataset, reproducible=True)
+    for _ in loader:
+        break
+    assert train_all(ctx, loader) == list(range(30))
 
 
-def test_second_iteration_ends_the_first(make_ctx: MakeCtx) -> None:
-    with make_ctx():
-        loader = DataLoader(Batches(30), reproducible=True)
-        first = iter(loader)
+def test_second_iteration_ends_the_first(ctx: TrainCtx) -> None:
+    loader = DataLoader(Batches(30), reproducible=True)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    assert next(second).meta == b"0"
+    # Silence would look like the end of the data.
+    with pytest.raises(ConfigError, match="the same DataLoader was iterated again"):
         next(first)
-        second = iter(loader)
-        assert next(second).meta == b"0"
-        # Silence would look like the end of the data.
-        with pytest.raises(ConfigError, match="the same DataLoader was iterated again"):
-            next(first)
-        assert len([*second]) == 29
+    assert len([*second]) == 29
 
 
 def test_a_loader_that_outlives_its_context_keeps_no_rows(make_ctx: MakeCtx) -> None:
@@ -434,85 +422,52 @@ def test_threads_that_do_not_end(monkeypatch: Monkey, make_ctx: MakeCtx, caplog:
     thread.join(WAIT_S)
 
 
-class Parted:
-    """Ranks that have gone, after some rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-
-    def agree(self, code: int) -> list[int]:
-        if not self.rounds:
-            raise ServiceUnavailable("rank 1 has gone", role="nn-worker", replica=1)
-        self.rounds -= 1
-        return [code] * 2
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_w13_ranks_that_disagree(worker: SpyWorker, make_ctx: MakeCtx, rounds: int) -> None:
     with make_ctx() as ctx:
-        ranks: Any = Parted(rounds)
-        ctx._ranks = ranks
+        ctx._ranks = SpyRanks(rounds=rounds)
         loader = DataLoader(Batches(10), reproducible=True, embedding_staleness=4)
         with pytest.raises(ServiceUnavailable, match="rank 1 has gone"):
             train_all(ctx, loader)
         del loader
-    stats = ctx.stats()
-    assert stats["staleness"] == 0
+    assert ctx.stats()["staleness"] == 0
     assert worker.refs == {}
 
 
-class Counts(Parted):
-    """Ranks that are always there, and count the turns of this one."""
-
-    def __init__(self) -> None:
-        super().__init__(10**6)
-        self.turns = 0
-
-    def in_turn(self, action: Callable[[], Any]) -> Any:
-        self.turns += 1
-        return action()
-
-
-def test_a_batch_without_gradients_has_a_turn_too(make_ctx: MakeCtx) -> None:
+def test_a_batch_without_gradients_has_a_turn_too(ctx: TrainCtx) -> None:
     # Another rank's batch of the same round may have gradients, and waits for this turn.
-    with make_ctx() as ctx:
-        ranks: Any = Counts()
-        ctx._ranks = ranks
-        assert ctx.backward_engine is not None
-        ctx.backward_engine._ranks = ranks
-        batches = [make_batch(number, requires_grad=number != 1) for number in range(4)]
-        for number, batch in enumerate(DataLoader(batches, **LOCKSTEP)):
-            assert ranks.turns == number
-            step(ctx, batch)
-            ctx.get_embedding_size()  # waits for the update
-        assert ranks.turns == len(batches)
+    ranks = ctx._ranks = SpyRanks()
+    assert ctx.backward_engine is not None
+    ctx.backward_engine._ranks = ranks
+    batches = [make_batch(number, requires_grad=number != 1) for number in range(4)]
+    for number, batch in enumerate(DataLoader(batches, **LOCKSTEP)):
+        assert ranks.turns == number
+        step(ctx, batch)
+        ctx.get_embedding_size()  # waits for the update
+    assert ranks.turns == len(batches)
 
 
 # --- the dataset's thread --------------------------------------------------------------------
 
 
-def test_w42_exception_in_the_dataset_comes_in_its_place(make_ctx: MakeCtx) -> None:
+def test_w42_exception_in_the_dataset_comes_in_its_place(ctx: TrainCtx) -> None:
     def generate() -> Iterator[PersiaBatch]:
         for number in range(5):
             yield make_batch(number)
         raise KeyError("column 'price'")
 
-    with make_ctx() as ctx:
-        iterator = iter(DataLoader(generate(), reproducible=True))
-        for number in range(5):
-            batch = next(iterator)
-            step(ctx, batch)
-            assert batch.batch_id == number
-        with pytest.raises(KeyError, match="column 'price'") as caught:
-            next(iterator)
-        files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-        assert files[0] == __file__  # the loop
-        assert files[1:].count(__file__) == 1  # the dataset
-        # the context goes on
-        assert train_all(ctx, DataLoader(Batches(2), reproducible=True)) == [0, 1]
+    iterator = iter(DataLoader(generate(), reproducible=True))
+    for number in range(5):
+        batch = next(iterator)
+        step(ctx, batch)
+        assert batch.batch_id == number
+    with pytest.raises(KeyError, match="column 'price'") as caught:
+        next(iterator)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files[0] == __file__  # the loop
+    assert files[1:].count(__file__) == 1  # the dataset
+    # the context goes on
+    assert train_all(ctx, DataLoader(Batches(2), reproducible=True)) == [0, 1]
 
 
 def test_dataset_that_raises_as_it_is_closed(make_ctx: MakeCtx, caplog: Log) -> None:
@@ -570,7 +525,7 @@ def test_w41_the_same_batch_can_be_yielded_again(make_ctx: MakeCtx) -> None:
     assert batch.batch_id is None
 
 
-def test_w37_a_generator_may_refill_its_arrays(make_ctx: MakeCtx) -> None:
+def test_w37_a_generator_may_refill_its_arrays(ctx: TrainCtx) -> None:
     ids, dense, label = u64(0, 0), np.zeros((2, 2), np.float32), np.zeros((2, 1), np.float32)
 
     def generate() -> Iterator[PersiaBatch]:
@@ -579,23 +534,20 @@ def test_w37_a_generator_may_refill_its_arrays(make_ctx: MakeCtx) -> None:
             user = IDTypeFeatureWithSingleID("user", ids)
             yield PersiaBatch([user], [NonIDTypeFeature(dense)], [Label(label)])
 
-    with make_ctx(num_features=1):
-        batches = list(DataLoader(generate(), reproducible=True))
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(list(DataLoader(generate(), reproducible=True))):
         assert batch.non_id_type_tensors[0].eq(number).all()
         assert batch.labels is not None
         assert batch.labels[0].eq(number).all()
 
 
-def test_reading_ahead_is_bounded(make_ctx: MakeCtx) -> None:
+def test_reading_ahead_is_bounded(ctx: TrainCtx) -> None:
     dataset = Batches(10**6, buffer_size=2)
-    with make_ctx():
-        iterator = iter(DataLoader(dataset, forward_buffer_size=3, num_workers=2))
-        for _ in range(5):
-            next(iterator)
-        # 5 given, 3 ready, 2 in workers, 2 in the buffer, 1 in the dataset's hands
-        assert dataset.read <= 5 + 3 + 2 + 2 + 1
-        del iterator
+    iterator = iter(DataLoader(dataset, forward_buffer_size=3, num_workers=2))
+    for _ in range(5):
+        next(iterator)
+    # 5 given, 3 ready, 2 in workers, 2 in the buffer, 1 in the dataset's hands
+    assert dataset.read <= 5 + 3 + 2 + 2 + 1
+    del iterator
 
 
 def test_iterator_that_was_never_asked_has_no_threads(make_ctx: MakeCtx) -> None:

@@ -9,10 +9,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from persia._training.ranks import StepBarrier
+from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.errors import ServiceTimeout
 
-from .conftest import MakeCtx, step
+from .conftest import step
 from .fakes import make_batch
 
 
@@ -89,14 +90,13 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
     close(found[:1])
 
 
-def test_a_rank_whose_data_has_ended_is_at_every_step(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx:
-        engine = ctx.backward_engine
-        assert engine is not None
-        for batch in DataLoader([make_batch()]):
-            step(ctx, batch)
-            assert engine.hold(1, 30.0)
-            engine.resume()
-            assert not engine.hold(2, 0.1)
-        assert engine.hold(2, 30.0)
+def test_a_rank_whose_data_has_ended_is_at_every_step(ctx: TrainCtx) -> None:
+    engine = ctx.backward_engine
+    assert engine is not None
+    for batch in DataLoader([make_batch()]):
+        step(ctx, batch)
+        assert engine.hold(1, 30.0)
         engine.resume()
+        assert not engine.hold(2, 0.1)
+    assert engine.hold(2, 30.0)
+    engine.resume()

@@ -8,8 +8,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from persia.errors import (
 from tests.faults.batches import occurrences
 from tests.faults.job import make_ctx, step, trained
 from tests.support.fixtures import Monkey
+from tests.support.streams import Background
 
 WAIT_S = 20.0
 LOST = UnknownRef("no ref 3")
@@ -44,12 +44,6 @@ Stream = tuple[int, int]
 @pytest.fixture(autouse=True)
 def no_farewell(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(receiver_module, "FAREWELL_S", 0.0)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as executor:
-        yield executor
 
 
 def make_receiver(
@@ -178,13 +172,13 @@ def test_an_opening_that_is_repeated_late_takes_no_credits() -> None:
     assert credits_of(receiver, streams) == [6]
 
 
-def test_a_poll_waits_for_news(pool: ThreadPoolExecutor) -> None:
+def test_a_poll_waits_for_news() -> None:
     receiver, (stream,) = fed()
     seen = receiver.poll(stream, -1).version
-    polling = pool.submit(receiver.poll, stream, seen)
+    polling = Background(partial(receiver.poll, stream, seen))
     deliver(receiver, [stream], 0)
     taken = Taken(receiver)
-    news = polling.result(WAIT_S)
+    news = polling.result()
     assert (news.credits, news.acknowledged) == (5, ())
     taken.end()
     news = receiver.poll(stream, news.version)
@@ -201,20 +195,18 @@ def test_a_poll_without_news_returns(monkeypatch: Monkey) -> None:
     assert receiver.poll(stream, news.version).acknowledged == ()
 
 
-def ask_again(
-    pool: ThreadPoolExecutor, receiver: BatchReceiver, stream: Stream, taken: Taken
-) -> Future[int]:
+def ask_again(receiver: BatchReceiver, stream: Stream, taken: Taken) -> Background:
     """Ask for the ids of a batch again; returns when the data-loader could know."""
     seen = receiver.poll(stream, -1).version
-    asking = pool.submit(taken.register_again, LOST)
+    asking = Background(partial(taken.register_again, LOST))
     assert receiver.poll(stream, seen).wanted == (taken.batch_id,)
     return asking
 
 
-def with_lost_ids(pool: ThreadPoolExecutor) -> tuple[BatchReceiver, Stream, Future[int]]:
+def with_lost_ids() -> tuple[BatchReceiver, Stream, Background]:
     """A receiver that has asked for the ids of batch 0 again."""
     receiver, (stream,) = fed(0)
-    return receiver, stream, ask_again(pool, receiver, stream, Taken(receiver))
+    return receiver, stream, ask_again(receiver, stream, Taken(receiver))
 
 
 def reopened(receiver: BatchReceiver, first: int = 0) -> StreamState:
@@ -222,10 +214,10 @@ def reopened(receiver: BatchReceiver, first: int = 0) -> StreamState:
     return receiver.open_stream(StreamOpening(0, 1, 8, first))
 
 
-def test_lost_ids_are_asked_for_and_relocated(pool: ThreadPoolExecutor) -> None:
-    receiver, stream, asking = with_lost_ids(pool)
+def test_lost_ids_are_asked_for_and_relocated() -> None:
+    receiver, stream, asking = with_lost_ids()
     receiver.relocate(stream, 0, RemoteRef(2, 55))
-    assert asking.result(WAIT_S) == 2 << 64 | 55
+    assert asking.result() == 2 << 64 | 55
     assert receiver.poll(stream, 0).wanted == ()
 
 
@@ -260,15 +252,15 @@ def test_a_restarted_loader_learns_what_has_not_ended() -> None:
 
 
 @pytest.mark.parametrize("failure", ["", "ServiceError: batch 0 is lost"])
-def test_a_restarted_loader_learns_of_wishes(pool: ThreadPoolExecutor, failure: str) -> None:
+def test_a_restarted_loader_learns_of_wishes(failure: str) -> None:
     """One that failed, too: a batch whose ids only it can register would be lost."""
-    receiver, stream, asking = with_lost_ids(pool)
+    receiver, stream, asking = with_lost_ids()
     if failure:
         receiver.end_stream(stream, 1, failure)
     state = reopened(receiver)
     assert (state.next_batch_id, state.wanted) == (1, (0,))
     receiver.relocate((0, 8), 0, RemoteRef(0, 9))
-    assert asking.result(WAIT_S) == 9
+    assert asking.result() == 9
     deliver(receiver, [(0, 8)], 1)
     receiver.end_stream((0, 8), 2, "")
     assert take(receiver) == [1]
@@ -293,7 +285,7 @@ UNDER_WAY = "this pass over the data is still under way"
 
 
 @pytest.mark.parametrize("is_past", [False, True])
-def test_a_loader_killed_after_its_end(pool: ThreadPoolExecutor, is_past: bool) -> None:
+def test_a_loader_killed_after_its_end(is_past: bool) -> None:
     """No other process can register them; what it has ended stays ended."""
     receiver, (stream,) = fed()
     last = ended(receiver, stream)
@@ -302,11 +294,11 @@ def test_a_loader_killed_after_its_end(pool: ThreadPoolExecutor, is_past: bool) 
     else:
         with pytest.raises(ServiceBusy, match=UNDER_WAY):
             reopened(receiver)
-    asking = ask_again(pool, receiver, stream, last)
+    asking = ask_again(receiver, stream, last)
     state = reopened(receiver)
     assert (state.next_batch_id, state.wanted) == (1, (0,))
     receiver.relocate((0, 8), 0, RemoteRef(0, 9))
-    assert asking.result(WAIT_S) == 9
+    assert asking.result() == 9
     last.end()
     assert receiver.poll((0, 8), -1).acknowledged == (0,)
     if not is_past:
@@ -324,10 +316,10 @@ def test_a_loader_killed_after_its_end(pool: ThreadPoolExecutor, is_past: bool) 
 
 
 @pytest.mark.parametrize("is_past", [False, True])
-def test_of_several_ranks_none_lets_it_in(pool: ThreadPoolExecutor, is_past: bool) -> None:
+def test_of_several_ranks_none_lets_it_in(is_past: bool) -> None:
     """Another might take it for the next pass's, and neither pass would end."""
     receiver, (stream,) = fed(rank=1, world_size=2)
-    asking = ask_again(pool, receiver, stream, ended(receiver, stream, 1))
+    asking = ask_again(receiver, stream, ended(receiver, stream, 1))
     if is_past:
         receiver.end_pass()
         state = reopened(receiver, 1)
@@ -336,7 +328,7 @@ def test_of_several_ranks_none_lets_it_in(pool: ThreadPoolExecutor, is_past: boo
         with pytest.raises(ServiceBusy, match=UNDER_WAY):
             reopened(receiver)
     receiver.relocate(stream, 1, RemoteRef(0, 9))
-    assert asking.result(WAIT_S) == 9
+    assert asking.result() == 9
     assert "loader_restarts" not in receiver.stats()
 
 
@@ -402,22 +394,22 @@ def test_loaders_must_agree_on_how_many_they_are() -> None:
         opened(receiver, 2, 2)
 
 
-def test_closing_wakes_every_thread_that_waits(pool: ThreadPoolExecutor) -> None:
-    receiver, stream, asking = with_lost_ids(pool)
-    taking = pool.submit(take, receiver)
-    polling = pool.submit(receiver.poll, stream, receiver.poll(stream, -1).version)
+def test_closing_wakes_every_thread_that_waits() -> None:
+    receiver, stream, asking = with_lost_ids()
+    taking = Background(partial(take, receiver))
+    polling = Background(partial(receiver.poll, stream, receiver.poll(stream, -1).version))
     deliver(receiver, [stream], 1)
-    assert taking.result(WAIT_S) == [1]
-    again = pool.submit(take, receiver)
+    assert taking.result() == [1]
+    again = Background(partial(take, receiver))
     receiver.close()
     for waiting in (again, asking):
         with pytest.raises(Closed):
-            waiting.result(WAIT_S)
-    polling.result(WAIT_S)
+            waiting.result()
+    polling.result()
     assert receiver.poll(stream, 1 << 40).is_closed
 
 
-def test_polls_of_passes_long_over_end(pool: ThreadPoolExecutor, monkeypatch: Monkey) -> None:
+def test_polls_of_passes_long_over_end(monkeypatch: Monkey) -> None:
     """Leaving the context waits for them; their data-loaders may be gone."""
     monkeypatch.setattr(receiver_module, "POLL_S", 1000 * WAIT_S)
     receiver = make_receiver()
@@ -426,12 +418,13 @@ def test_polls_of_passes_long_over_end(pool: ThreadPoolExecutor, monkeypatch: Mo
         receiver.begin_pass()
         stream = opened(receiver, incarnation=incarnation)
         receiver.end_stream(stream, 0, "")
-        polls.append(pool.submit(receiver.poll, stream, receiver.poll(stream, -1).version))
+        seen = receiver.poll(stream, -1).version
+        polls.append(Background(partial(receiver.poll, stream, seen)))
         receiver.end_pass()
-    polls[0].result(WAIT_S)
+    polls[0].result()
     receiver.close()
     for poll in polls:
-        poll.result(WAIT_S)
+        poll.result()
 
 
 def test_a_failed_loader_is_an_error_after_its_batches(monkeypatch: Monkey) -> None:
@@ -513,7 +506,6 @@ with DataCtx() as ctx:
     for number in range({count}):
         ctx.send_data(make_batch(number))
 """
-TIMEOUT_MS = 30_000
 
 
 def train(ctx: TrainCtx, loader: DataLoader, count: int | None = None) -> list[int]:
@@ -522,7 +514,7 @@ def train(ctx: TrainCtx, loader: DataLoader, count: int | None = None) -> list[i
 
 
 def new_loader() -> DataLoader:
-    return DataLoader(StreamingDataset(4), reproducible=True, timeout_ms=TIMEOUT_MS)
+    return DataLoader(StreamingDataset(4), reproducible=True, timeout_ms=30_000)
 
 
 def test_each_pass_runs_the_script(script: Path, tmp_path: Path, monkeypatch: Monkey) -> None:
@@ -622,9 +614,7 @@ def test_workers_with_little_room(script: Path, tmp_path: Path, monkeypatch: Mon
         assert train(ctx, loader) == [0, 1, 2]
 
 
-def test_a_batch_wakes_its_own_loader_and_no_other(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_wakes_its_own_loader_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_module, "POLL_S", WAIT_S)
     receiver, streams = fed(num_loaders=4, capacity=8)
     polled: list[int] = []
@@ -643,7 +633,7 @@ def test_a_batch_wakes_its_own_loader_and_no_other(
             return bool(wait_for(look, timeout))
 
         news.wait_for = counted  # type: ignore[method-assign,assignment]
-    polls = [pool.submit(receiver.poll, stream, 0) for stream in streams[1:]]
+    polls = [Background(partial(receiver.poll, stream, 0)) for stream in streams[1:]]
     assert have_looked.wait(WAIT_S)
     for batch_id in range(0, 400, 4):
         deliver(receiver, streams, batch_id)
@@ -652,6 +642,6 @@ def test_a_batch_wakes_its_own_loader_and_no_other(
     assert len(polled) == len(polls)
     deliver(receiver, streams, 2)
     take(receiver, in_order=False)
-    assert polls[1].result(WAIT_S).version == 1
+    assert polls[1].result().version == 1
     receiver.close()
-    assert all(poll.result(WAIT_S).is_closed for poll in (polls[0], polls[2]))
+    assert all(poll.result().is_closed for poll in (polls[0], polls[2]))

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,23 +39,26 @@ from tests.support.services import (
     settings,
     value,
 )
+from tests.support.streams import Background
 from tests.worker.cluster import Faulty, Slow
 
 NUM_SERVERS = 2
 
 
+def unset_servers() -> list[ParameterServer]:
+    return make_servers(NUM_SERVERS, hyper=None, optimizer=None)
+
+
 class Cluster:
     """An embedding-worker, and servers that can be killed and restarted."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: list[Any]) -> None:
         self.transport = ZmqTransport()
-        self.objects: list[ParameterServer] = make_servers(
-            NUM_SERVERS, hyper=None, optimizer=None
-        )
-        self.servers = [self._serve(number) for number in range(NUM_SERVERS)]
+        self.objects = objects
+        self.servers = [self._serve(number) for number in range(len(objects))]
         self.remotes = connect_parameter_servers(
             self.transport,
-            addresses=[_address(number) for number in range(NUM_SERVERS)],
+            addresses=[_address(number) for number in range(len(objects))],
             timeout_s=20.0,
             on_restart=lambda number: self.worker.reconfigure_server(number),
         )
@@ -67,7 +69,7 @@ class Cluster:
 
     def restart(self, number: int) -> None:
         self.servers[number].stop()
-        self.objects[number] = make_servers(NUM_SERVERS, hyper=None, optimizer=None)[number]
+        self.objects[number] = unset_servers()[number]
         self.servers[number] = self._serve(number)
 
     def configured(self) -> EmbeddingWorker:
@@ -90,7 +92,7 @@ def _address(number: int) -> str:
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with contextlib.closing(Cluster()) as made:
+    with contextlib.closing(Cluster(unset_servers())) as made:
         yield made
 
 
@@ -177,9 +179,6 @@ def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
     assert received == [SETTINGS, SETTINGS]
 
 
-Change = Callable[[TableRows], TableRows | None]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -197,15 +196,11 @@ def test_rows_that_no_server_was_asked_for_are_refused(change: Any, message: str
             parts = [change(part) for part in self.server.lookup(request).tables]
             return LookupReply(tuple(part for part in parts if part is not None))
 
-    wrong, address = Wrong(make_servers()[0]), _address(0)
-    with contextlib.closing(ZmqTransport()) as transport, contextlib.ExitStack() as stack:
-        server = serve(transport, address, parameter_server(), wrong)
-        stack.callback(server.stop)
-        remotes = connect_parameter_servers(transport, addresses=[address], timeout_s=20.0)
-        stack.callback(remotes[0].close)
-        worker = stack.enter_context(contextlib.closing(make_worker(list(remotes))))
-        with pytest.raises(ProtocolError, match=message) as raised:
-            worker.lookup_direct(features({"sum": [[1, 2, 3]]}))
+    with (
+        contextlib.closing(Cluster([Wrong(make_servers()[0])])) as cluster,
+        pytest.raises(ProtocolError, match=message) as raised,
+    ):
+        cluster.worker.lookup_direct(features({"sum": [[1, 2, 3]]}))
     assert (raised.value.replica, raised.value.method) == (0, "lookup")
 
 
@@ -242,21 +237,14 @@ def test_w07_servers_that_number_groups_otherwise_are_refused() -> None:
 def test_w49_no_lock_is_held_while_a_server_is_asked() -> None:
     server = Slow("lookup", only_batch=0)
     worker = make_worker([server])
-    slow = threading.Thread(target=lambda: worker.lookup_direct(features({"sum": [[1]]}, 0)))
-    slow.start()
+    first, second = (features({"sum": [[1]]}, number) for number in range(2))
+    slow = Background(lambda: worker.lookup_direct(first))
     assert server.started.wait(10)
     # In a thread, so that a lock would be a failure and no hang.
-    others = threading.Thread(
-        target=lambda: worker.update(
-            gradient(worker.lookup_direct(features({"sum": [[1]]}, 1)), (0, 1))
-        )
-    )
-    others.start()
-    others.join(5)
-    assert not others.is_alive()
+    Background(lambda: worker.update(gradient(worker.lookup_direct(second), (0, 1)))).result()
     assert worker.stats()["updates"] == 1
     server.may_end.set()
-    slow.join(10)
+    slow.result()
 
 
 def test_w15_settings_reach_every_server_before_the_call_returns() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from persia._rpc import messages
 from persia._rpc.messages import BatchGradients, IDFeatures, SlotGradient
 from persia.errors import DataError, DataTypeError, ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.support.services import ADAM, features, gradient, make_servers, make_worker, settings
+from tests.support.streams import Background
 from tests.worker.cluster import Clock, Slow, embeddings, faulty_cluster
 
 
@@ -129,30 +129,22 @@ def test_a_ref_of_another_incarnation_is_unknown() -> None:
         make_worker(servers).lookup(refs[0], True)
 
 
-@pytest.mark.parametrize(("other", "end"), [(0, True), (1, UnknownRef)])
-def test_an_update_waits_for_the_one_before_of_its_ref(other: int, end: object) -> None:
+@pytest.mark.parametrize("other", [0, 1])
+def test_an_update_waits_for_the_one_before_of_its_ref(other: int) -> None:
     """The same one is answered again, another is refused."""
     slow = Slow("update")
     worker = make_worker([slow])
     result = worker.lookup_direct(features({"sum": [[1]]}))
-    ends: list[object] = []
-
-    def call(number: int) -> None:
-        try:
-            ends.append(worker.update(gradient(result, (0, number))).repeated)
-        except UnknownRef as error:
-            ends.append(type(error))
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in (0, other)]
-    threads[0].start()
+    first = Background(lambda: worker.update(gradient(result, (0, 0))))
     assert slow.started.wait(10)
-    threads[1].start()
+    second = Background(lambda: worker.update(gradient(result, (0, other))))
     slow.may_end.set()
-    for thread in threads:
-        thread.join(10)
-    assert len(ends) == 2
-    assert False in ends
-    assert end in ends
+    assert not first.result().repeated
+    if other == 0:
+        assert second.result().repeated
+    else:
+        with pytest.raises(UnknownRef):
+            second.result()
     assert [name for name, _ in slow.calls].count("update") == 1
 
 
