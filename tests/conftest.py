@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from persia import env
 from tests.support import profiles
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 profiles.register()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from persia._deprecated import names_of
+from persia._deprecated import Renewed, names_of
 
 
 def test_a_name_is_found_with_a_warning_and_python_s_own_are_not_looked_for() -> None:
@@ -15,8 +15,6 @@ def test_a_name_is_found_with_a_warning_and_python_s_own_are_not_looked_for() ->
 
 
 def test_a_subclass_of_a_user_keeps_its_class() -> None:
-    from persia._deprecated import Renewed
-
     class Mine(Renewed):
         def __init__(self, sparse_optimizer: object) -> None:
             self.given = sparse_optimizer

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from persia import env
 from persia.distributed import (
     BaguaDistributedOption,
     DDPOption,
@@ -20,9 +21,8 @@ from persia.distributed import (
     get_default_distributed_option,
 )
 from persia.errors import ConfigError
+from tests.support.fixtures import Log, Monkey
 from tests.support.processes import DEADLINE_S
-
-Monkey = pytest.MonkeyPatch
 
 
 @pytest.fixture
@@ -49,6 +49,9 @@ def test_w67_the_documented_spelling_of_the_method_works() -> None:
     assert DDPOption().init_with_env_file() is False
 
 
+ASYNC = {"algorithm": "async"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,11 +61,20 @@ def test_w67_the_documented_spelling_of_the_method_works() -> None:
         ({"master_prt": 1}, "option of DDPOption: .*'master_prt', did you mean 'master_port'"),
         ({"master_port": 0}, "master_port: expected a port in 1..65535, got 0"),
         ({"master_port": "1"}, "master_port: expected a port in 1..65535, got '1'"),
+        (
+            {"algorithm": "bytgrad"},
+            "expected one of gradient_allreduce, .* did you mean 'bytegrad'",
+        ),
+        (ASYNC | {"autotune": 1}, "got 'autotune', did you mean"),
+        (ASYNC | {"communication_interval": 1}, "expected an int of at least 2, got 1"),
+        (ASYNC | {"warmup_steps": -1}, "warmup_steps: expected an int of at least 0, got -1"),
+        (ASYNC | {"default_bucket_size": 1e6}, "default_bucket_size: expected an int"),
     ],
 )
 def test_options_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    option = BaguaDistributedOption if "algorithm" in arguments else DDPOption
     with pytest.raises(ConfigError, match=message):
-        DDPOption(**arguments)
+        option(**arguments)
 
 
 def test_w67_ranks_must_know_where_to_meet(tmp_path: Path, monkeypatch: Monkey) -> None:
@@ -144,9 +156,7 @@ def test_two_ranks_average_gradients_and_begin_equal(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("_no_group_left")
-def test_w67_bagua_algorithms_say_what_runs(
-    algorithm: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_w67_bagua_algorithms_say_what_runs(algorithm: str, caplog: Log) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.Adam(model.parameters())
     option = BaguaDistributedOption(algorithm)
@@ -166,7 +176,7 @@ def test_w67_bagua_algorithms_say_what_runs(
     assert not torch.equal(model.weight, before)
 
 
-def test_w67_bagua_options_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_w67_bagua_options_without_effect(caplog: Log) -> None:
     option = BaguaDistributedOption(
         "bytegrad",
         autotune_level=1,
@@ -186,46 +196,22 @@ def test_w67_bagua_options_without_effect(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "message"),
-    [
-        ("bytgrad", {}, "expected one of gradient_allreduce, .* did you mean 'bytegrad'"),
-        ("async", {"autotune": 1}, "got 'autotune', did you mean"),
-        ("async", {"communication_interval": 1}, "expected an int of at least 2, got 1"),
-        ("async", {"warmup_steps": -1}, "warmup_steps: expected an int of at least 0, got -1"),
-        ("async", {"default_bucket_size": 1e6}, "default_bucket_size: expected an int"),
-    ],
-)
-def test_bagua_options_that_cannot_be_used(
-    algorithm: str, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        BaguaDistributedOption(algorithm, **options)
-
-
-@pytest.mark.parametrize(
     ("options", "launcher", "context", "want"),
     [
-        ({}, None, None, "tcp://127.0.0.1:0"),  # alone
+        ({}, "", None, "tcp://127.0.0.1:0"),  # alone
         ({}, "node0:29500", None, "env://"),
         ({"initialization_method": "env://"}, "node0:29500", None, "env://"),
         # By hand, as the original's users do, there is an address and no port.
         ({}, "node0", None, "tcp://node0:23456"),
         ({}, "node0:29500", "node1", "tcp://node1:23456"),
-        ({}, None, "node1", "tcp://node1:23456"),
+        ({}, "", "node1", "tcp://node1:23456"),
         ({"master_port": 99}, "node0:29500", None, "tcp://node0:99"),
         ({"master_addr": "node2"}, "node0", "node1", "tcp://node2:23456"),
     ],
 )
 def test_where_ranks_meet(
-    monkeypatch: Monkey,
-    options: dict[str, Any],
-    launcher: str | None,
-    context: str | None,
-    want: str,
+    options: dict[str, Any], launcher: str, context: str | None, want: str
 ) -> None:
-    if launcher is not None:
-        for name, value in zip(
-            ("MASTER_ADDR", "MASTER_PORT"), launcher.split(":"), strict=False
-        ):
-            monkeypatch.setenv(name, value)
-    assert DDPOption(backend="gloo", **options)._meeting_place(1, 0, context) == want
+    host, _, port = launcher.partition(":")
+    with env.changed(MASTER_ADDR=host or None, MASTER_PORT=port or None):
+        assert DDPOption(backend="gloo", **options)._meeting_place(1, 0, context) == want

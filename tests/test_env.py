@@ -9,9 +9,7 @@ import pytest
 
 from persia import env
 from persia.errors import ConfigError
-
-Monkey = pytest.MonkeyPatch
-
+from tests.support.fixtures import Monkey
 
 pytestmark = pytest.mark.usefixtures("no_job")
 

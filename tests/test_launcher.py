@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ from persia import launcher
 from persia._cli import scripts
 from persia._cluster.process import Options
 from persia.launcher import cli
-
-Monkey = pytest.MonkeyPatch
+from tests.support.fixtures import Log, Monkey
+from tests.support.processes import run
 
 
 @pytest.fixture
@@ -28,9 +26,8 @@ def ran(monkeypatch: Monkey) -> list[object]:
         calls.append((*arguments, *options.values()))
         return 5
 
-    for name in ("run_nn_worker", "run_data_loader", "run_embedding_worker"):
-        monkeypatch.setattr(launcher, name, note)
-    monkeypatch.setattr(launcher, "run_parameter_server", note)
+    for role in ("nn_worker", "data_loader", "embedding_worker", "parameter_server"):
+        monkeypatch.setattr(launcher, f"run_{role}", note)
     monkeypatch.setattr(launcher, "set_up_logging", lambda who: None)
     return calls
 
@@ -79,7 +76,7 @@ def test_scripts_named_in_the_environment(
 
 @pytest.mark.parametrize("role", ["embedding-worker", "embedding-parameter-server"])
 def test_options_of_servers(
-    ran: list[object], monkeypatch: Monkey, caplog: pytest.LogCaptureFixture, role: str
+    ran: list[object], monkeypatch: Monkey, caplog: Log, role: str
 ) -> None:
     monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", "slots.yml")
     monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", "global.yml")
@@ -108,5 +105,4 @@ def test_who_is_stopped_while_it_exits_keeps_its_status(number: int) -> None:
         f"atexit.register(os.kill, os.getpid(), {int(number)})\n"
         "launcher._run('nn-worker', lambda: 3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
-    assert done.returncode == 3
+    assert run("-c", program).returncode == 3

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from persia import env
 from persia._process_exit import End, first_failure, mark_participated, note_end
-
-if TYPE_CHECKING:
-    import pytest
+from tests.support.fixtures import Monkey
 
 
-def test_the_first_failure_is_the_one_noted_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_failure_is_the_one_noted_first(tmp_path: Path, monkeypatch: Monkey) -> None:
     with env.changed(PERSIA_RUN_DIRECTORY=tmp_path):
         for number, (pid, end) in enumerate(
             [(7, End(0)), (9, End(3, "first")), (8, End(1, "follows"))]
@@ -27,9 +22,7 @@ def test_the_first_failure_is_the_one_noted_first(
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 3
 
 
-def test_without_a_launcher_nothing_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_launcher_nothing_is_noted(tmp_path: Path, monkeypatch: Monkey) -> None:
     monkeypatch.chdir(tmp_path)
     with env.changed(PERSIA_RUN_DIRECTORY=None):
         note_end(1, "failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import socketserver
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 from persia import _replica_index, env
 from persia._replica_index import name_of, name_server, own_number
 from persia.errors import ConfigError
-
-Monkey = pytest.MonkeyPatch
+from tests.support.fixtures import Monkey
 
 # As the name server of a Compose network answers for 172.18.0.4.
 QUESTION = b"\x014\x010\x0218\x03172\x07in-addr\x04arpa\x00\x00\x0c\x00\x01"
@@ -39,25 +39,21 @@ def never(host: str) -> list[str]:
 @contextlib.contextmanager
 def answering(answer: Callable[[bytes], list[bytes]]) -> Iterator[int]:
     """A name server on a port of its own, that sends what ``answer`` makes of a question."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
-        server.bind(("127.0.0.1", 0))
-        server.settimeout(20.0)
 
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    question, peer = server.recvfrom(4096)
-                    if not question:
-                        return
-                    for datagram in answer(question):
-                        server.sendto(datagram, peer)
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            question, own = self.request
+            for datagram in answer(question):
+                own.sendto(datagram, self.client_address)
 
-        thread = threading.Thread(target=serve)
+    with socketserver.UDPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server.getsockname()[1]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
-            last.sendto(b"", server.getsockname())
-        thread.join()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 # --- host names -----------------------------------------------------------------------------

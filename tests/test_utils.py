@@ -7,7 +7,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 
@@ -135,6 +135,7 @@ def test_find_free_port() -> None:
 
 HOST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 V1, CFS = "memory/x/memory", "cpu/x/cpu.cfs"
+CPU, NO_LIMIT = "4:cpu,cpuacct:/x\n", "9223372036854771712\n"
 
 
 def cgroups(root: Path, lines: str, limits: dict[str, str]) -> Path:
@@ -147,42 +148,33 @@ def cgroups(root: Path, lines: str, limits: dict[str, str]) -> Path:
     return root
 
 
+TOTAL, FREE, QUOTA = utils.total_memory_bytes, utils.free_memory_bytes, utils.processor_quota
+
+
 @pytest.mark.parametrize(
-    ("lines", "limits", "want"),
+    ("ask", "lines", "files", "want"),
     [
         # Version 2: the lowest limit on the way up counts.
-        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),
-        ("0::/a/b\n", {"a/b/memory.max": "1024\n", "a/memory.max": "4096\n"}, 1024),
+        (TOTAL, "0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "4096\n"}, 4096),
+        (TOTAL, "0::/a/b\n", {"a/b/memory.max": "1024\n", "a/memory.max": "4096\n"}, 1024),
         # In a container: its own group is the mount point, the path may be the host's.
-        ("0::/\n", {"memory.max": "2048\n"}, 2048),
-        ("0::/kubepods/pod1\n", {"memory.max": "2048\n"}, 2048),
+        (TOTAL, "0::/\n", {"memory.max": "2048\n"}, 2048),
+        (TOTAL, "0::/kubepods/pod1\n", {"memory.max": "2048\n"}, 2048),
         # Version 1, where no limit is a number near 2**63.
         (
+            TOTAL,
             "9:cpu:/x\n5:memory:/x\n",
-            {
-                "memory/x/memory.limit_in_bytes": "512\n",
-                "memory/memory.limit_in_bytes": "9223372036854771712\n",
-            },
+            {f"{V1}.limit_in_bytes": "512\n", "memory/memory.limit_in_bytes": NO_LIMIT},
             512,
         ),
-        ("5:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, HOST),
-        ("0::/a\n", {"a/memory.max": "max\n"}, HOST),
-        ("4:cpu,cpuacct:/a\nname=systemd\n", {"a/memory.max": "1\n"}, HOST),
-        ("", {}, HOST),
-    ],
-)
-def test_total_memory_bytes(
-    tmp_path: Path, lines: str, limits: dict[str, str], want: int
-) -> None:
-    assert utils.total_memory_bytes(cgroups(tmp_path, lines, limits)) == want
-
-
-@pytest.mark.parametrize(
-    ("lines", "files", "want"),
-    [
-        ("", {}, 4096 * 1024),
+        (TOTAL, "5:memory:/\n", {"memory/memory.limit_in_bytes": NO_LIMIT}, HOST),
+        (TOTAL, "0::/a\n", {"a/memory.max": "max\n"}, HOST),
+        (TOTAL, "4:cpu,cpuacct:/a\nname=systemd\n", {"a/memory.max": "1\n"}, HOST),
+        (TOTAL, "", {}, HOST),
+        (FREE, "", {}, 4096 * 1024),
         # Version 2: what is used by files that can go is free.
         (
+            FREE,
             "0::/a\n",
             {
                 "a/memory.max": "4096\n",
@@ -191,44 +183,34 @@ def test_total_memory_bytes(
             },
             2096,
         ),
-        ("0::/a\n", {"a/memory.max": "4096\n", "a/memory.current": "5000\n"}, 0),
+        (FREE, "0::/a\n", {"a/memory.max": "4096\n", "a/memory.current": "5000\n"}, 0),
         (
+            FREE,
             "5:memory:/x\n",
             {f"{V1}.limit_in_bytes": "512\n", f"{V1}.usage_in_bytes": "99\n"},
             413,
         ),
+        (
+            QUOTA,
+            "0::/a/b\n",
+            {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"},
+            2.5,
+        ),
+        (QUOTA, "0::/pod\n", {"cpu.max": "50000 100000\n"}, 0.5),
+        (QUOTA, CPU, {f"{CFS}_quota_us": "200000\n", f"{CFS}_period_us": "100000\n"}, 2.0),
+        (QUOTA, CPU, {f"{CFS}_quota_us": "-1\n", f"{CFS}_period_us": "100000\n"}, inf),
+        (QUOTA, "", {}, inf),
     ],
 )
-def test_free_memory_bytes(
-    tmp_path: Path, lines: str, files: dict[str, str], want: int
+def test_memory_and_processors_are_those_of_the_control_group(
+    tmp_path: Path, ask: Callable[[Path], float], lines: str, files: dict[str, str], want: float
 ) -> None:
-    assert utils.total_memory_bytes(tmp_path) == HOST  # where nothing is said
-    assert utils.free_memory_bytes(tmp_path) == 0
-    assert 0 < utils.total_memory_bytes() <= HOST
     root = cgroups(tmp_path, lines, files)
     (root / "proc/meminfo").write_text("MemFree: 1 kB\nMemAvailable:    4096 kB\n")
-    assert utils.free_memory_bytes(root) == want
+    assert ask(root) == want
 
 
-@pytest.mark.parametrize(
-    ("lines", "files", "want"),
-    [
-        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "250000 100000\n"}, 2.5),
-        ("0::/pod\n", {"cpu.max": "50000 100000\n"}, 0.5),
-        (
-            "4:cpu,cpuacct:/x\n",
-            {f"{CFS}_quota_us": "200000\n", f"{CFS}_period_us": "100000\n"},
-            2.0,
-        ),
-        (
-            "4:cpu,cpuacct:/x\n",
-            {f"{CFS}_quota_us": "-1\n", f"{CFS}_period_us": "100000\n"},
-            inf,
-        ),
-        ("", {}, inf),
-    ],
-)
-def test_processor_quota(
-    tmp_path: Path, lines: str, files: dict[str, str], want: float
-) -> None:
-    assert utils.processor_quota(cgroups(tmp_path, lines, files)) == want
+def test_memory_where_nothing_is_said_is_the_hosts(tmp_path: Path) -> None:
+    assert utils.total_memory_bytes(tmp_path) == HOST
+    assert utils.free_memory_bytes(tmp_path) == 0
+    assert 0 < utils.total_memory_bytes() <= HOST

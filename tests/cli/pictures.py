@@ -24,7 +24,7 @@ from persia._cli.doctor import examine
 from persia._cli.top import Scraper, frame_of, list_targets
 from persia._metrics.top_view import Frame
 from persia.config import EmbeddingSchema
-from tests.cli.job import training_job
+from tests.metrics.job import training_job
 from tests.support.browser import screenshot
 from tests.support.processes import DEADLINE_S, ROOT, Cluster
 from tests.support.waiting import until
@@ -89,29 +89,27 @@ def draw_doctor(folder: Path) -> Path:
     return path
 
 
-def draw_report(folder: Path) -> Path:
-    """Write the picture of a training report, of the quickstart's run."""
-    path = folder / "report.png"
+def draw_page(path: Path, words: str, width: int = 1280, height: int = 960) -> Path:
+    """Write the picture of the page that Python, with these words, writes in SITE."""
     with tempfile.TemporaryDirectory() as directory:
-        report, picture = Path(directory) / "report.html", Path(directory) / path.name
-        script = ROOT / "examples" / "quickstart" / "train.py"
-        command = [sys.executable, str(script), "--quiet", "--samples", "200000"]
-        subprocess.run([*command, "--report", str(report)], check=True, timeout=START_S)
-        screenshot(report.as_uri(), picture, 1240, 1950)
+        site, picture = Path(directory) / "site", Path(directory) / path.name
+        command = [sys.executable, *words.replace("SITE", str(site)).split()]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+        screenshot((site / "index.html").as_uri(), picture, width, height)
         shutil.copy(picture, path)
     return path
+
+
+def draw_report(folder: Path) -> Path:
+    """Write the picture of a training report, of the quickstart's run."""
+    words = "examples/quickstart/train.py --quiet --samples 200000 --report SITE/index.html"
+    return draw_page(folder / "report.png", words, 1240, 1950)
 
 
 def draw_home(folder: Path) -> Path:
     """Write the picture of the first page of the site."""
-    path = folder / "home.png"
-    with tempfile.TemporaryDirectory() as directory:
-        site, picture = Path(directory) / "site", Path(directory) / path.name
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-        subprocess.run([*command, "--site-dir", str(site)], cwd=ROOT, check=True, timeout=300)
-        screenshot((site / "index.html").as_uri(), picture, height=960)
-        shutil.copy(picture, path)
-    return path
+    words = "-m mkdocs build --strict --quiet --site-dir SITE"
+    return draw_page(folder / "home.png", words)
 
 
 PICTURES = (draw_top, draw_doctor, draw_report, draw_home)

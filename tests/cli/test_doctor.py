@@ -19,6 +19,7 @@ from persia._cli.checks import check_files, check_sample, read_sample
 from persia._cli.doctor import write_project
 from persia.errors import ConfigError
 from persia.launcher import cli
+from tests.golden.commands import without_persia
 from tests.support.docker import why_no_compose
 from tests.support.processes import ROOT, loopback_host, run
 
@@ -123,14 +124,11 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
 def test_a_project_trains_embedded_and_by_honcho(tmp_path: Path) -> None:
     project, host = tmp_path / "mine", loopback_host()
     write_project(project)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
-    alone = kept | {
-        "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PERSIA_METRICS_HOST": host,
-        "PERSIA_STATE_DIRECTORY": "off",
-    }
+    alone = without_persia(
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        PERSIA_METRICS_HOST=host,
+        PERSIA_STATE_DIRECTORY="off",
+    )
     job = alone | {
         "PERSIA_LISTEN_HOST": host,
         "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"{host}:23888",

@@ -1,4 +1,4 @@
-"""Scripts, and the command that starts their ranks."""
+"""The command that starts a script's ranks; mistakes: tests/e2e/test_command_lines.py."""
 
 from __future__ import annotations
 

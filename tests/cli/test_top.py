@@ -17,10 +17,9 @@ from persia._cli.top import Scraper, ScrapeTarget, frame_of, list_targets
 from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
 from persia._metrics.top_view import Watched
 from persia.errors import ConfigError
-from tests.cli.job import training_job
 from tests.cli.pictures import draw_doctor, draw_top, whole_frame
 from tests.cluster.place import hosts_of
-from tests.metrics.texts import text_of
+from tests.metrics.job import text_of, training_job
 from tests.support import web
 from tests.support.processes import ROOT, loopback_host, run
 

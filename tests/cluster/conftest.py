@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from persia import env
 from tests.cluster.place import Place
 
 
@@ -18,9 +17,3 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield made
     left = [t.name for t in threading.enumerate() if t.name.startswith("persia-ask")]
     assert not left
-
-
-@pytest.fixture(autouse=True)
-def _same_rank_after() -> Iterator[None]:
-    yield
-    env.reload_env()

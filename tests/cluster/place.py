@@ -8,15 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.methods import Role, parameter_server
-from persia._rpc.server import Server
+from persia._rpc.server import Server, serve
 from persia._rpc.zmq_transport import ZmqTransport
-
-Monkey = pytest.MonkeyPatch
-
+from tests.support.fixtures import Monkey as Monkey
 
 # Seconds; nothing here takes long unless it is broken.
 PATIENCE_S = 20.0
@@ -42,7 +38,7 @@ class Place:
         role: Role | None = None,
         fingerprint: str = "f",
     ) -> Server:
-        server = Server(
+        server = serve(
             self.transport,
             address or self.ipc(number),
             role or parameter_server(),
@@ -51,7 +47,6 @@ class Place:
             replica_size=size,
             schema_fingerprint=fingerprint,
         )
-        server.start()
         self.servers.append(server)
         return server
 

@@ -69,6 +69,7 @@ def test_where_a_server_listens(monkeypatch: Monkey) -> None:
         ("ipc:///tmp/a", 3, "each rank where they are ipc"),
     ],
 )
+@pytest.mark.usefixtures("no_job")
 def test_where_a_rank_listens(monkeypatch: Monkey, listed: str, rank: int, want: str) -> None:
     monkeypatch.setenv("PERSIA_NN_WORKERS", listed)
     env.set_env(world_size=4, rank=rank, local_rank=rank % 2)

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from persia._cluster import discovery
-from persia._cluster.connect import (
-    connect_embedding_workers,
-    connect_nn_workers,
-)
+from persia._cluster.connect import connect_embedding_workers, connect_nn_workers
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
@@ -127,9 +124,8 @@ def test_a_server_that_was_replaced_while_the_set_came_together(place: Place) ->
 
     def replace(line: str) -> None:
         old.stop()
-        place.serve(0, 3)
-        place.serve(1, 3)
-        place.serve(2, 3)
+        for number in range(3):
+            place.serve(number, 3)
 
     listed = [place.ipc(number) for number in range(3)]
     assert place.find(*listed, on_wait=replace) == [0, 1, 2]
@@ -245,7 +241,10 @@ def test_a_look_up_that_hangs_does_not_outlast_the_deadline(
     goes_on.set()
 
 
-def test_a_node_is_as_many_ranks_as_it_has(place: Place) -> None:
+def test_each_rank_or_each_node_of_some_ranks_has_an_entry(place: Place) -> None:
+    for number in range(2):
+        place.serve(number, 2, role=nn_worker())
+    assert place.find(place.ipc(1), place.ipc(0), connect=connect_nn_workers) == [0, 1]
     hosts, port = [loopback_host(which) for which in range(2)], 20000
     for rank in range(4):
         address = f"tcp://{hosts[rank // 2]}:{port + rank % 2}"
@@ -254,17 +253,10 @@ def test_a_node_is_as_many_ranks_as_it_has(place: Place) -> None:
     assert place.find(*listed, connect=connect_nn_workers) == [0, 1, 2, 3]
 
 
-def test_an_entry_for_each_rank(place: Place) -> None:
-    for number in range(2):
-        place.serve(number, 2, role=nn_worker())
-    assert place.find(place.ipc(1), place.ipc(0), connect=connect_nn_workers) == [0, 1]
-
-
 def test_ranks_that_nodes_cannot_share(place: Place) -> None:
-    place.serve(0, 3, role=nn_worker())
-    place.serve(1, 3, role=nn_worker())
+    listed = [place.serve(number, 3, role=nn_worker()).address for number in range(2)]
     with pytest.raises(ConfigError, match=r"each of 3 ranks, .* share them evenly, got 2"):
-        connect_nn_workers(place.transport, addresses=[place.ipc(0), place.ipc(1)])
+        place.find(*listed, connect=connect_nn_workers)
 
 
 def test_embedding_workers_are_found_by_the_environment(

@@ -1,8 +1,7 @@
-"""A server that is a process: busy until it has a service, and its exit status."""
+"""A server that is a process: busy until it has a service; signals: e2e/test_lifecycle.py."""
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -67,11 +66,6 @@ def test_the_exit_status_is_the_jobs_unless_supervised(
     with closing(Client(process.transport, address, parameter_server())) as client:
         client.call("finish_job", 7, True, timeout_s=TIMEOUT_S)
     assert process.wait() == status
-
-
-def test_the_exit_status_after_a_signal(process: ServerProcess) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert process.wait() == 128 + signal.SIGTERM
 
 
 def test_a_signal_during_recovery_is_not_an_ordered_end(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +12,6 @@ from persia import _context_stack, env
 from persia._cluster import process_metrics
 from tests.metrics.job import fetch, series
 from tests.support.contexts import SIZE, a_batch, train, trained
-
-
-@contextlib.contextmanager
-def held() -> Iterator[None]:
-    process_metrics.hold()
-    try:
-        yield
-    finally:
-        process_metrics.release()
 
 
 def readiness() -> tuple[int, str]:
@@ -39,7 +29,9 @@ def test_a_process_is_ready_when_all_its_contexts_are(monkeypatch: pytest.Monkey
     entered: list[object] = []
     problems: list[str] = []
     monkeypatch.setattr(_context_stack, "entered", lambda: entered)
-    with held():
+    process_metrics.hold()
+    with contextlib.ExitStack() as stack:
+        stack.callback(process_metrics.release)
         status, text = readiness()
         assert (status, "no context" in text) == (503, True)
         entered += [context([]), context(problems), object()]

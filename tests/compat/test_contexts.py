@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from persia.compat.backend import get_backend
 from persia.compat.data import Dataloader
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
@@ -151,8 +152,6 @@ def test_what_these_contexts_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_backend_speaks_for_the_context(tmp_path: Path) -> None:
-    from persia.compat.backend import get_backend
-
     backend = get_backend()
     backend.close()  # nothing was sent
     assert hasattr(backend, "load_embedding")

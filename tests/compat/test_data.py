@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia.compat.data import PersiaDataset, PyPersiaBatchData, Sender
+from persia.compat.data import Dataloader, PersiaDataset, PyPersiaBatchData, Sender
+from persia.ctx import eval_ctx
 from persia.data import DataLoader
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import DataError, DataTypeError
@@ -151,9 +152,6 @@ def test_a_dataset_that_sends_is_one_that_yields() -> None:
 
 
 def test_it_is_read_by_a_loader_of_then() -> None:
-    from persia.compat.data import Dataloader
-    from persia.ctx import eval_ctx
-
     loader = Dataloader(Fetched(5), 2, False, timeout=9000, reproducible=True)
     assert isinstance(loader, DataLoader)
     assert loader.timeout_ms == 9000

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from persia._core.store import store
 from persia.compat import EVERYTHING, OLD_KEYWORDS, OLD_NAMES, launcher
-from persia.compat.contexts import LooseCtx, RenamedCtx
+from persia.compat.contexts import LooseCtx, RenamedCtx, _training
 from persia.compat.data import Dataloader
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx
 from persia.data import DataLoader
@@ -135,8 +136,6 @@ def test_an_old_keyword_says_once_what_to_write(name: str, has_model: bool) -> N
 
 
 def test_ddp_meets_at_the_old_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    from persia.compat.contexts import _training
-
     monkeypatch.setattr("persia.env.get_world_size", lambda: 2)
     option = _training({"torch_distributed_port": 23457})["distributed_option"]
     assert isinstance(option, DDPOption)
@@ -182,8 +181,6 @@ def test_w73_the_package_names_what_it_needs_and_is_one_package() -> None:
     needed = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
     for name in ("numpy", "torch"):
         assert f'"{name}>=' in needed
-    from persia._core.store import store
-
     compiled = Path(str(store.__file__))
     assert Path(str(import_module("persia").__file__)).parent / "_core" in compiled.parents
     with pytest.raises(ModuleNotFoundError):

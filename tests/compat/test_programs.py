@@ -9,15 +9,13 @@ from __future__ import annotations
 import runpy
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from persia import _context_stack, env
 from tests.meta.sources import ROOT
-
-if TYPE_CHECKING:
-    import pytest
+from tests.support.fixtures import Monkey
 
 PROGRAM = Path(__file__).parent / "programs" / "getting_started"
 
@@ -34,7 +32,7 @@ def write_criteo(path: Path, num_lines: int) -> None:
             file.write("\t".join([str(label), *numbers, *texts]) + "\n")
 
 
-def test_getting_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_getting_started(tmp_path: Path, monkeypatch: Monkey) -> None:
     sample = tmp_path / "train.txt"
     write_criteo(sample, 64 * 200 + 10)
     monkeypatch.setenv("CRITEO_SAMPLE", str(sample))

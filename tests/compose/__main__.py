@@ -39,10 +39,6 @@ BUILD_S, RUN_S, STEP_S = 1200.0, 300.0, 120.0
 LOSSES = ("failed", "abandoned", "incomplete", "unused")
 
 
-def environment(**changes: str) -> dict[str, str]:
-    return {**os.environ, "COMPOSE_PROFILES": "train", "IMAGE": IMAGE, **changes}
-
-
 def compose(*words: str, overlay: bool = False, keys: bool = False) -> list[str]:
     files = ["-f", "compose.yaml", *(["-f", "tests/compose/script.yml"] if overlay else [])]
     files += ["-f", "compose/keys.yml"] if keys else []
@@ -55,7 +51,7 @@ def run(
     done = subprocess.run(
         words,
         cwd=ROOT,
-        env=environment(**changes),
+        env={**os.environ, "COMPOSE_PROFILES": "train", "IMAGE": IMAGE, **changes},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 import subprocess
-import threading
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -18,9 +18,6 @@ from persia._metrics.definitions import METRICS
 from tests.metrics.job import StandingJob, fetch, standing_job
 from tests.support.processes import ROOT, run
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PLACE = ROOT / "compose/monitoring"
 DASHBOARD = PLACE / "grafana/dashboards/persia.json"
@@ -264,20 +261,9 @@ class Prometheus:
             "--web.listen-address=127.0.0.1:0",
         ]
         self.url = ""
-        self.lines: list[str] = []
-        self._process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        if self._process.stderr is None:
-            return
-        with self._process.stderr as errors:
-            for line in errors:
-                self.lines.append(line)
-                found = re.search(r'Listening on" address=(\S+)', line)
-                if found:
-                    self.url = f"http://{found[1]}"
+        self._log = directory / "log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(words, stderr=log)
 
     def ask(self, path: str, **query: str) -> Any:
         status, text = fetch(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}")
@@ -292,7 +278,6 @@ class Prometheus:
         return [x for x in (float(one["value"][1]) for one in result) if x == x]
 
     def wait_for(self, what: str, *expressions: str) -> None:
-        """Wait until expressions have values."""
         missing = list(expressions)
 
         def has_all() -> bool:
@@ -303,14 +288,15 @@ class Prometheus:
 
     def start(self) -> None:
         def is_ready() -> bool:
+            found = re.search(r'Listening on" address=(\S+)', self._log.read_text())
+            self.url = f"http://{found[1]}" if found else ""
             return bool(self.url) and fetch(f"{self.url}/-/ready")[0] == 200
 
-        until(is_ready, DEADLINE_S, look_s=0.1, details=lambda: "".join(self.lines))
+        until(is_ready, DEADLINE_S, look_s=0.1, details=self._log.read_text)
 
     def close(self) -> None:
         self._process.terminate()
         self._process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

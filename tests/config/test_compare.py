@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from persia.config import EmbeddingSchema, _compare, describe_differences, schema_fingerprint
+from tests.support.fixtures import Monkey
 from tests.support.services import CONFIG, SCHEMA
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_w07_the_fingerprint_is_of_what_signs_mean() -> None:
@@ -51,7 +49,7 @@ def test_the_difference_of_two_configs_is_named() -> None:
     assert "in the order of the file, is " in diff(CONFIG | other)
 
 
-def test_fingerprints_that_say_nothing_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_that_say_nothing_are_shown(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(_compare, "_MAX_FINGERPRINT", 10)
     digest = schema_fingerprint(SCHEMA)
     assert len(digest) == 32

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +21,7 @@ from persia.config.document import (
     validate,
 )
 from persia.errors import ConfigError
+from tests.support.processes import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ def test_pydantic_is_imported_with_the_first_document() -> None:
         "persia.config.EmbeddingSchema.load({'slots_config': {'a': {'dim': 8}}})\n"
         "assert 'pydantic' in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert run("-c", program).returncode == 0
 
 
 # --- files -----------------------------------------------------------------------------------

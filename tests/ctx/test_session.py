@@ -29,7 +29,7 @@ def test_the_loss_is_computed_when_it_is_read() -> None:
 
 def test_sources_are_kept_while_their_component_is_there() -> None:
     env.set_env(world_size=4, rank=3, local_rank=3)
-    worker: Any = Component()
+    worker: Any = object()
     session = Session(Connection(worker), trains=True)
     first = session.metric_sources()
     assert [source.part for source in first] == ["training", "steps", "reports"]

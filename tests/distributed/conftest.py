@@ -8,42 +8,32 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support.processes import DEADLINE_S, ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FORKED = SCRIPTS / "forked.py"
 
-Launch = Callable[[str], Any]
 
-
-@pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def launch(script: str, directory: Path) -> Any:
     """Run a script on two ranks, and return what rank 0 wrote as JSON."""
-
-    def run(script: str) -> Any:
-        output = tmp_path_factory.mktemp("ranks") / "found.json"
-        # Rank numbers of this process would be taken for the launcher's.
-        env = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-        ran = subprocess.Popen(
-            [sys.executable, str(FORKED), str(SCRIPTS / script), str(output)],
-            env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            printed, _ = ran.communicate(timeout=DEADLINE_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ran.pid, signal.SIGKILL)  # with its ranks
-        assert ran.returncode == 0, printed
-        return json.loads(output.read_text(encoding="utf-8"))
-
-    return run
+    output = directory / "found.json"
+    # Rank numbers of this process would be taken for the launcher's.
+    env = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    ran = subprocess.Popen(
+        [sys.executable, str(FORKED), str(SCRIPTS / script), str(output)],
+        env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = ran.communicate(timeout=DEADLINE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(ran.pid, signal.SIGKILL)  # with its ranks
+    assert ran.returncode == 0, printed
+    return json.loads(output.read_text(encoding="utf-8"))

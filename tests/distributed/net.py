@@ -25,7 +25,6 @@ class Net(torch.nn.Module):
         self.second = torch.nn.Linear(8, 1)
 
     def forward(self, dense: Tensors, embeddings: Tensors) -> torch.Tensor:
-        """Return logits [B, 1]."""
         hidden = torch.relu(self.first(torch.cat([*dense, *embeddings], dim=1)))
         logits: torch.Tensor = self.second(hidden)
         return logits

@@ -9,15 +9,15 @@ import pytest
 
 from persia._training.ranks import DEFAULT_TIMEOUT_S, LEAVE_S, Ranks
 from persia.errors import ConfigError
-from tests.distributed.conftest import Launch
+from tests.distributed.conftest import launch
 
 # What follows an event at once may take this long on a loaded machine; the groups wait 60 s.
 AT_ONCE_S = 15.0
 
 
 @pytest.fixture(scope="module")
-def found(launch: Launch) -> Any:
-    return launch("meetings.py")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return launch("meetings.py", tmp_path_factory.mktemp("ranks"))
 
 
 def test_what_ranks_hear_of_each_other(found: Any) -> None:

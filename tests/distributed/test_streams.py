@@ -31,15 +31,8 @@ def results() -> tuple[Results, str, dict[str, int]]:
     with Cluster(SLOTS, num_servers=2, num_workers=2, num_ranks=2) as cluster:
         cluster.start_servers()
         cluster.start_loaders(SCRIPTS / "phases_loader.py", 2, *PHASES)
-        trainer = cluster.start(
-            "nn-worker",
-            "nn-worker",
-            "--nproc-per-node",
-            "2",
-            str(SCRIPTS / "phases.py"),
-            *PHASES,
-        )
-        trainer.wait(DEADLINE_S)
+        words = ("--nproc-per-node", "2", str(SCRIPTS / "phases.py"), *PHASES)
+        cluster.start("nn-worker", "nn-worker", *words).wait(DEADLINE_S)
         cluster.processes["data-loader-0"].wait(DEADLINE_S)
         output = cluster.log("nn-worker")
         statuses = {

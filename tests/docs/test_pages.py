@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
+from persia.config import EmbeddingSchema, GlobalConfig
+from tests.golden.commands import without_persia
 from tests.support.processes import ROOT, run
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -68,17 +70,13 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
             source = "\n" * (block.line - 1) + block.text
             program.append(f"exec(compile({source!r}, {name_of(page)!r}, 'exec'), globals())")
     (tmp_path / "__page__.py").write_text("\n".join(program), encoding="utf-8")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PERSIA_")}
-    own = kept | {"PYTHONPATH": str(ROOT)}
-    ran = run("-W", "error", "__page__.py", cwd=tmp_path, env=own, timeout_s=240)
+    words = ("-W", "error", "__page__.py")
+    ran = run(*words, cwd=tmp_path, env=without_persia(), timeout_s=240)
     assert ran.returncode == 0, f"{name_of(page)}:\n{ran.stdout}\n{ran.stderr}"
 
 
 @pytest.mark.parametrize("page", pages_with("yaml", "yml"), ids=name_of)
 def test_yaml_blocks_are_what_the_loaders_take(page: Path) -> None:
-    yaml = pytest.importorskip("yaml")
-    from persia.config import EmbeddingSchema, GlobalConfig
-
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language in {"yaml", "yml"}:
             content = yaml.safe_load(block.text)

@@ -42,32 +42,30 @@ HALVES = [np.array(weights, np.float32) for weights in ([1, 0.5], [], [2, 0.5, 0
 WEIGHTED = IDFeatures((FeatureBatch.from_list("clicks", IDS, HALVES),), 1, True)
 ERROR = ["UnknownRef", "no such ref", "embedding-worker", 0, "", "lookup", ""]
 
-MESSAGES: dict[str, Any] = {
-    "call": Call(1, "lookup", 300_000, *LOOKUP.write_arguments([REQUEST])),
-    "reply": Reply(1, 9, *LOOKUP.write_result(RESULT)),
-    "register": Call(2, "register", 1000, *REGISTER.write_arguments([FEATURES])),
-    "weighted register": Call(3, "register", 1000, *REGISTER.write_arguments([WEIGHTED])),
-    "error": Failure(3, 9, ERROR),
-}
+
+def call(number: int, timeout_ms: int, method: Any, argument: Any) -> Call:
+    return Call(number, method.name, timeout_ms, *method.write_arguments([argument]))
 
 
-READ: dict[str, Any] = {
-    "call": (LOOKUP.read_arguments, [REQUEST]),
-    "reply": (LOOKUP.read_result, RESULT),
-    "register": (REGISTER.read_arguments, [FEATURES]),
-    "weighted register": (REGISTER.read_arguments, [WEIGHTED]),
-}
-
-
-@pytest.mark.parametrize("name", sorted(MESSAGES))
-def test_golden_bytes(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message", "read", "value"),
+    [
+        ("call", call(1, 300_000, LOOKUP, REQUEST), LOOKUP.read_arguments, [REQUEST]),
+        ("reply", Reply(1, 9, *LOOKUP.write_result(RESULT)), LOOKUP.read_result, RESULT),
+        ("register", call(2, 1000, REGISTER, FEATURES), REGISTER.read_arguments, [FEATURES]),
+        (
+            "weighted register",
+            *(call(3, 1000, REGISTER, WEIGHTED), REGISTER.read_arguments, [WEIGHTED]),
+        ),
+        ("error", Failure(3, 9, ERROR), lambda body, _: body, ERROR),
+    ],
+)
+def test_golden_bytes(name: str, message: Any, read: Any, value: Any) -> None:
     golden = [bytes.fromhex(line) for line in block(name).splitlines()]
-    assert [bytes(part) for part in encode(MESSAGES[name])] == golden
-    decoded = decode(golden)
-    assert same(decoded, MESSAGES[name])
-    if name in READ:
-        read, value = READ[name]
-        assert same(read(decoded.body, decoded.arrays), value)
+    assert [bytes(part) for part in encode(message)] == golden
+    decoded: Any = decode(golden)
+    assert same(decoded, message)
+    assert same(read(decoded.body, getattr(decoded, "arrays", None)), value)
 
 
 def test_the_page_lists_every_message_and_method() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from persia._core.base import cpu
 from tests.examples.loading import EXAMPLES
 
 LOADER = EXAMPLES / "adult_income" / "data_loader.py"
@@ -16,10 +13,3 @@ LOADER = EXAMPLES / "adult_income" / "data_loader.py"
 def adult_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """In embedded mode the script beside the main one is started, which here is pytest."""
     monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(LOADER))
-
-
-@pytest.fixture
-def restored_isa() -> Iterator[None]:
-    before = cpu.selected()
-    yield
-    cpu.select(before)

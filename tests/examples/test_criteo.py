@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.support import short_directory, wait_until_gone
 from tests.examples.loading import EXAMPLES, load
+from tests.golden.commands import without_persia
 from tests.support.processes import ROOT, run
 
 FOLDER = EXAMPLES / "criteo"
@@ -53,23 +54,17 @@ def test_the_log_is_as_criteos(log: Path) -> None:
 
 
 @pytest.fixture
-def job(log: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+def job(log: Path) -> Iterator[dict[str, str]]:
     """The environment of a job in the folder of the example, with sockets of its own."""
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name, module in (("persia-launcher", "persia.launcher"), ("honcho", "honcho")):
-        program = programs / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        program.chmod(0o755)
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("PERSIA_")}
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with short_directory() as sockets:
-        addresses = {
-            "PERSIA_EMBEDDING_WORKERS": f"ipc://{sockets}/worker",
-            "PERSIA_EMBEDDING_PARAMETER_SERVERS": f"ipc://{sockets}/server",
-            "PERSIA_NN_WORKERS": f"ipc://{sockets}/trainer",
-            "PERSIA_STATE_DIRECTORY": "off",
-        }
-        yield kept | addresses | {"PATH": f"{programs}:{kept['PATH']}"}
+        yield without_persia(
+            PATH=programs,
+            PERSIA_EMBEDDING_WORKERS=f"ipc://{sockets}/worker",
+            PERSIA_EMBEDDING_PARAMETER_SERVERS=f"ipc://{sockets}/server",
+            PERSIA_NN_WORKERS=f"ipc://{sockets}/trainer",
+            PERSIA_STATE_DIRECTORY="off",
+        )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ final rows are those of embedded mode.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from persia.data import DataLoader, StreamingDataset
 from tests.distributed import net
 from tests.distributed.batches import SLOTS
 from tests.distributed.batches import make_batch as net_batch
-from tests.examples.loading import digest_of, load, parts_of
+from tests.examples.loading import digest_of, load, parts_of, run_quickstart
 from tests.support.processes import ROOT, Cluster
 from tests.training.conftest import LOCKSTEP, train
 
@@ -48,12 +48,10 @@ def services(
         Cluster(
             config, transport=transport, num_servers=servers, num_workers=workers
         ) as cluster,
-        pytest.MonkeyPatch.context() as patch,
+        env.changed(**cluster.variables),
     ):
         cluster.start_servers()
         cluster.start_loaders(loader, loaders, *arguments)
-        for name, value in cluster.variables.items():
-            patch.setenv(name, value)
         assert env.get_mode() == "services"
         yield
 
@@ -66,9 +64,8 @@ def remote_rows(signs: Rows, config: Path | Mapping[str, Any]) -> str:
     """Return a digest over the rows that the servers hold for these signs."""
     tables = EmbeddingSchema.load(config).tables
     numbers = {table.dim: number for number, table in enumerate(tables)}
-    transport = ZmqTransport()
     parts: dict[int, list[Any]] = {}
-    try:
+    with closing(ZmqTransport()) as transport:
         servers = connect_parameter_servers(transport)
         held = sum(server.get_embedding_size() for server in servers)
         assert held == sum(len(some) for some in signs.values())
@@ -80,8 +77,6 @@ def remote_rows(signs: Rows, config: Path | Mapping[str, Any]) -> str:
                 parts.setdefault(dim, []).append((found.signs, found.values, found.states))
         for server in servers:
             server.close()
-    finally:
-        transport.close()
     return digest_of(parts)
 
 
@@ -105,13 +100,9 @@ SAMPLES, BATCH_SIZE, SEED = 12_000, 256, 1
 
 @pytest.fixture(scope="module")
 def embedded_quickstart() -> tuple[float, Rows, str]:
-    quickstart = load("quickstart")
     own = {"samples": SAMPLES, "batch_size": BATCH_SIZE, "seed": SEED}
-    options = quickstart.Options(**own, staleness=1, reproducible=True, quiet=True)
-    log = quickstart.generate(SAMPLES, SEED)
-    with quickstart.build_ctx(options) as ctx:
-        report = quickstart.run(ctx, log, options)
-        parts = parts_of(ctx)
+    options = {"staleness": 1, "reproducible": True} | own
+    report, parts = run_quickstart(load("quickstart"), parts_of, **options)
     return report.auc, signs_of(parts), digest_of(parts)
 
 

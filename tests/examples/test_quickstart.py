@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import yaml
 from persia._core.base import cpu
 from persia.config import EmbeddingSchema
 from tests.examples.loading import load, run_quickstart
-from tests.support.fixtures import Record
+from tests.support.fixtures import Monkey, Record
 
 SEEDS = range(1, 6)
 SMALL = 6_000  # samples that touch every feature, in a second
@@ -55,18 +55,18 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def check_bit_equal(train: Any, samples: int, variants: Iterable[dict[str, Any]]) -> None:
-    found = []
-    for variant in variants:
-        options = dict(variant)
-        cpu.select(options.pop("isa", None))
-        report, rows = run_quickstart(
-            train, samples=samples, reproducible=True, staleness=1, **options
-        )
-        found.append((report.auc, report.loss, report.rows, rows))
-        assert found[-1] == found[0], variant
+    before, found = cpu.selected(), []
+    try:
+        for variant in variants:
+            options = {"reproducible": True, "staleness": 1} | variant
+            cpu.select(options.pop("isa", None))
+            report, rows = run_quickstart(train, samples=samples, **options)
+            found.append((report.auc, report.loss, report.rows, rows))
+            assert found[-1] == found[0], variant
+    finally:
+        cpu.select(before)
 
 
-@pytest.mark.usefixtures("restored_isa")
 def test_reproducible_runs_are_bit_equal() -> None:
     check_bit_equal(load("quickstart"), SMALL, ({}, *VARIANTS))
 
@@ -112,34 +112,28 @@ def test_options_of_the_command_line() -> None:
 # --- rows of two-byte values ----------------------------------------------------------------
 
 
-@pytest.fixture
-def configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Any]:
-    """Return a function that loads the quickstart with a dtype for all its rows."""
-
-    def load_with(dtype: str) -> Any:
-        train = load("quickstart")
-        source, target = train.EMBEDDING_CONFIG, tmp_path / f"{dtype}.yml"
-        content = yaml.safe_load(Path(source).read_text("utf-8"))
-        groups = EmbeddingSchema.load(source).groups
-        content["group_settings"] = {group: {"dtype": dtype} for group in groups}
-        target.write_text(yaml.safe_dump(content), "utf-8")
-        monkeypatch.setattr(train, "EMBEDDING_CONFIG", target)
-        return train
-
-    return load_with
+def load_with(dtype: str, folder: Path, patch: Monkey) -> Any:
+    """Return the quickstart with a dtype for all its rows."""
+    train = load("quickstart")
+    source, target = train.EMBEDDING_CONFIG, folder / f"{dtype}.yml"
+    content = yaml.safe_load(Path(source).read_text("utf-8"))
+    groups = EmbeddingSchema.load(source).groups
+    content["group_settings"] = {group: {"dtype": dtype} for group in groups}
+    target.write_text(yaml.safe_dump(content), "utf-8")
+    patch.setattr(train, "EMBEDDING_CONFIG", target)
+    return train
 
 
-@pytest.mark.usefixtures("restored_isa")
-def test_runs_of_two_byte_rows_are_bit_equal(configure: Any) -> None:
+def test_runs_of_two_byte_rows_are_bit_equal(tmp_path: Path, monkeypatch: Monkey) -> None:
     other = {"servers": 3, "threads": 2, "isa": "baseline"}
-    check_bit_equal(configure("float16"), 1500, [{}, other])
+    check_bit_equal(load_with("float16", tmp_path, monkeypatch), 1500, [{}, other])
 
 
 @pytest.mark.slow
-def test_quickstart_reaches_the_auc_of_f32(configure: Any) -> None:
+def test_quickstart_reaches_the_auc_of_f32(tmp_path: Path, monkeypatch: Monkey) -> None:
     seeds = (1, 2, 3)
     wanted = np.mean([_full_run(seed, 10).auc for seed in seeds])
     for dtype in ("float16", "bfloat16"):
-        train = configure(dtype)
+        train = load_with(dtype, tmp_path, monkeypatch)
         auc = np.mean([run_quickstart(train, seed=seed)[0].auc for seed in seeds])
         assert abs(auc - wanted) < 0.002, (dtype, auc, wanted)

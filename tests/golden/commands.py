@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from persia import env
@@ -44,12 +42,10 @@ def without_persia(**more: str) -> dict[str, str]:
 @contextmanager
 def quiet_surroundings(**more: str) -> Iterator[None]:
     """Have no variables of a job but these, and torch compute in one thread."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in set(os.environ) - without_persia().keys():
-            patch.delenv(name)
-        for name, text in more.items():
-            patch.setenv(name, text)
+    import torch  # takes seconds, which not every user of this module has to wait
+
+    threads, of_job = torch.get_num_threads(), os.environ.keys() - without_persia().keys()
+    with env.changed(**{**dict.fromkeys(of_job), **more}):
         env.reload_env()
         torch.set_num_threads(1)
         try:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from persia import env
-from tests.examples.loading import EXAMPLES, load
+from tests.examples.loading import EXAMPLES, load, run_quickstart
 from tests.golden.book import as_text, check
 from tests.golden.commands import invoke, quiet_surroundings
 
@@ -59,12 +59,9 @@ def outline(report: Any, rows: dict[str, Any]) -> str:
 
 
 def quickstart(**options: Any) -> str:
-    example = load("quickstart")
-    chosen = example.Options(reproducible=True, staleness=1, quiet=True, **options)
+    options |= {"reproducible": True, "staleness": 1}
     with quiet_surroundings():
-        log = example.generate(chosen.samples, chosen.seed)
-        with example.build_ctx(chosen) as ctx:
-            return outline(example.run(ctx, log, chosen), rows_of(ctx))
+        return outline(*run_quickstart(load("quickstart"), rows_of, **options))
 
 
 def adult_income() -> str:
@@ -80,7 +77,6 @@ def adult_income() -> str:
 
 
 def record() -> dict[str, str]:
-    """Return the records of this module."""
     found = {
         "examples/quickstart-small.json": quickstart(samples=SMALL),
         "examples/quickstart.json": quickstart(),

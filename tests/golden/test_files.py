@@ -165,7 +165,6 @@ TABLES = ("npz", "parquet", "safetensors")
 
 
 def record() -> dict[str, str]:
-    """Return the records of this module."""
     with tempfile.TemporaryDirectory() as directory, quiet_surroundings():
         place = Path(directory)
         train(place)

@@ -42,7 +42,6 @@ def _commands(name: str, found: Any) -> Iterator[list[str]]:
 
 
 def record() -> dict[str, str]:
-    """Return the records of this module."""
     pages = []
     for name in SCRIPTS:
         if isinstance(command(name), click.Command):

@@ -94,7 +94,6 @@ def state_file(path: Path) -> dict[str, Any]:
 
 
 def record() -> dict[str, str]:
-    """Return the records of this module."""
     with tempfile.TemporaryDirectory() as directory, quiet_surroundings():
         kept = {"PERSIA_STATE_DIRECTORY": directory}
         with standing_job(kept, num_servers=2) as job:

@@ -141,7 +141,6 @@ def page(message: Any) -> dict[str, Any]:
 
 
 def record() -> dict[str, str]:
-    """Return the records of this module."""
     schema = EmbeddingSchema.load(
         {
             "feature_index_prefix_bit": 8,
@@ -166,11 +165,6 @@ def record() -> dict[str, str]:
 
 def test_the_bytes_of_every_message() -> None:
     check(record())
-
-
-def recorded(file: str, name: str) -> Any:
-    page_of = json.loads(read(f"wire/{file}.json"))[name]
-    return decode([PROTOCOL, *map(bytes.fromhex, page_of["parts"])])
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from persia.embedding.data import (
 )
 from persia.embedding.optim import Adagrad
 from tests.meta.sources import PACKAGE
+from tests.training.conftest import Net
 
 NUM_FEATURES, DIM, BATCH_SIZE = 8, 8, 256
 FIRST, LAST = 3, 13  # steps
@@ -43,15 +43,6 @@ class Batches(IterableDataset):
             )
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4 + NUM_FEATURES * DIM, 1)
-
-    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> Any:
-        return self.layer(torch.cat([*dense, *embeddings], dim=1))
-
-
 def count() -> tuple[int, int]:
     """Return calls per step and the number of modules."""
     calls: Counter[str] = Counter()
@@ -64,7 +55,7 @@ def count() -> tuple[int, int]:
 
     threading.setprofile(profile)
     sys.setprofile(profile)
-    model = Net()
+    model = Net(NUM_FEATURES, num_dense=4, dim=DIM)
     with TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.1),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.meta import house
 from tests.meta.sources import CORE, PACKAGE, ROOT, python_files
+from tests.support.processes import run
 
 # Protocol and implementation.
 TWICE = {"ParameterServer", "EmbeddingWorker"}
@@ -69,11 +69,10 @@ def test_rooms_that_are_hard_to_read_have_comments(room: str) -> None:
 
 
 def tracked(*patterns: str) -> list[Path]:
-    words = ["git", "ls-files", "-z", "--", *patterns]
-    ran = subprocess.run(words, cwd=ROOT, capture_output=True, check=False, timeout=60)
+    ran = run("git", "ls-files", "-z", "--", *patterns)
     if ran.returncode:
         pytest.skip("no git checkout")
-    return [ROOT / name for name in ran.stdout.decode().split("\0") if name]
+    return [ROOT / name for name in ran.stdout.split("\0") if name]
 
 
 def test_words_are_plain() -> None:

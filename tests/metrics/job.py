@@ -1,4 +1,4 @@
-"""A small job of real processes that stand still, all of them, while a test asks them.
+"""Small jobs of real processes: one that stands still while a test asks, one that trains on.
 
 with standing_job() as job:
     job.urls["embedding-worker-0"]      address of its metrics
@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes import DEADLINE_S, Cluster
 from tests.support.scripts import NET, SEND, slots
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 NUM_BATCHES, BATCH_SIZE = 6, 32
 
@@ -104,6 +102,15 @@ def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return found
 
 
+def text_of(role: str, replica: int, run: str = "", **values: float) -> str:
+    """Return Prometheus' text of one process."""
+    labels = f'role="{role}",replica="{replica}"'
+    info = f'version="1.2.3",run="{run}"'
+    lines = [f"persia_info{{{labels},{info}}} 1.0", f"persia_ready{{{labels}}} 1.0"]
+    lines += [f"{name}{{{labels}}} {value!r}" for name, value in values.items()]
+    return "\n".join([*lines, "process_resident_memory_bytes 1e+08", ""])
+
+
 class StandingJob:
     """The processes, and the addresses of their metrics."""
 
@@ -112,7 +119,6 @@ class StandingJob:
         self.urls: dict[str, str] = {}
 
     def get(self, name: str, path: str) -> tuple[int, str]:
-        """Ask one process."""
         return fetch(f"{self.urls[name]}{path}")
 
     def value(self, name: str, metric: str, **labels: str) -> float:
@@ -126,13 +132,6 @@ class StandingJob:
         ]
         assert found, f"{name} has no {metric} {labels}"
         return sum(found)
-
-    def learn(self, name: str) -> str:
-        """Return the address of a server's metrics, from its log."""
-        pattern = re.compile(r"metrics at (http://\S+)/metrics")
-        found = pattern.findall(self.cluster.log(name))
-        assert len(found) == 1, self.cluster.log(name)
-        return str(found[0])
 
     def train_more(self) -> None:
         """Train as many batches again, and dump another checkpoint."""
@@ -167,14 +166,12 @@ def standing_job(
             job.urls[name] = _read(place / f"{who}-says", cluster)
         for name in cluster.processes:
             if name not in job.urls:
-                job.urls[name] = job.learn(name)
+                (job.urls[name],) = re.findall(r"at (http://\S+)/metrics", cluster.log(name))
         yield job
 
 
 def _read(pipe: Path, cluster: Cluster) -> str:
     """Read what a script writes, unless a process ends or the deadline passes before."""
-    import select
-
     number = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         ready, _, _ = select.select([number], [], [], DEADLINE_S)
@@ -184,3 +181,46 @@ def _read(pipe: Path, cluster: Cluster) -> str:
         return text
     finally:
         os.close(number)
+
+
+# --- a job for screens to look at ------------------------------------------------------------
+
+ENDLESS_LOADER = f"""
+{SEND}
+from persia import env
+
+rng = np.random.default_rng(env.get_replica_index())
+with DataCtx() as ctx:
+    while True:
+        send(ctx, rng, [rng.zipf(1.2, 256).astype(np.uint64) % 10**6 for _ in range(2)])
+"""
+
+ENDLESS_TRAINER = f"""
+DIM = 16
+{NET}
+with TrainCtx(
+    model=model, embedding_optimizer=Adagrad(lr=0.1),
+    dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.01), mixed_precision=False,
+) as ctx:
+    right = seen = 0
+    for batch in DataLoader(StreamingDataset(buffer_size=10), embedding_staleness=4):
+        output, labels = ctx.forward(batch)
+        ctx.backward(loss_of(output, labels[0]))
+        right += int(((output > 0) == (labels[0] > 0.5)).sum())
+        seen += len(output)
+        ctx.report(accuracy=right / seen)
+"""
+
+
+@contextmanager
+def training_job() -> Iterator[Cluster]:
+    """Train until the end, at default ports of an address that no other test uses."""
+    variables = {"PERSIA_METRICS_PORT": "", "PERSIA_RUN_ID": "clicks"}
+    with Cluster(slots(16), transport="tcp", num_servers=2, environment=variables) as cluster:
+        cluster.variables["PERSIA_METRICS_HOST"] = cluster.host
+        (cluster.place / "loader.py").write_text(ENDLESS_LOADER)
+        (cluster.place / "train.py").write_text(ENDLESS_TRAINER)
+        cluster.start_servers()
+        cluster.start_loaders(cluster.place / "loader.py", 2)
+        cluster.start("nn-worker", "nn-worker", str(cluster.place / "train.py"))
+        yield cluster

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -101,29 +101,30 @@ def test_a_port_that_was_asked_for_is_taken_or_an_error() -> None:
             endpoint()
 
 
+@contextmanager
+def connected(port: int, number: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        made = (socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(number))
+        yield [stack.enter_context(one) for one in made]
+
+
 def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
     with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
         port = int(served.url.rpartition(":")[2])
         # A permit comes back a moment after the answer, so one is left over.
-        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
-        try:
-            with socket.create_connection(("127.0.0.1", port), 10.0) as peer:
-                peer.sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
-                answer = peer.makefile("rb").read()
+        with connected(port, 6), connected(port, 1) as (peer,):
+            peer.sendall(b"POST /metrics HTTP/1.0\r\n\r\n")
+            answer = peer.makefile("rb").read()
             assert b" 501 " in answer
             assert b"Python" not in answer
             assert fetch(f"{served.url}/healthz") == (200, "ok\n")
-        finally:
-            for one in silent:
-                one.close()
 
 
 def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "_REQUEST_S", 0.3)
     with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
         port = int(served.url.rpartition(":")[2])
-        slow = [socket.create_connection(("127.0.0.1", port), 10.0) for _ in range(8)]
-        try:
+        with connected(port, 8) as slow:
             deadline, left = time.monotonic() + 10.0, slow.copy()
             while left:  # each byte well before the time of the one before is over
                 assert time.monotonic() < deadline
@@ -134,9 +135,6 @@ def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> N
                         left = [other for other in left if other is not one]
                 threading.Event().wait(0.05)
             assert fetch(f"{served.url}/healthz") == (200, "ok\n")
-        finally:
-            for one in slow:
-                one.close()
 
 
 def test_off_is_off_and_the_run_keeps_its_name_wherever_its_script_goes(

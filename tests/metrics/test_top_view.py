@@ -14,7 +14,7 @@ from persia._metrics.scrape import Delta, Reading, read
 from persia._metrics.top_view import DATASET, Frame, Watched, slowest
 from persia.ctx import eval_ctx
 from persia.errors import ConfigError, DataTypeError
-from tests.metrics.texts import text_of
+from tests.metrics.job import text_of
 from tests.support.contexts import SIZE, train, trained
 
 

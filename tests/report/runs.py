@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import torch
@@ -62,33 +62,13 @@ def train(ctx: TrainCtx, spoiled: int = -1) -> None:
             ctx.report(auc=0.5 + step / 100)
 
 
-class Reader(HTMLParser):
+class Reader:
     """What a page shows, and what it would fetch."""
 
     def __init__(self, page: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.headings: list[str] = []
-        self.fetched: list[str] = []
-        self.num_charts = 0
-        self._open: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._open.append(tag)
-        self.num_charts += tag == "svg"
-        self.fetched += [str(value) for key, value in attrs if key in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if not {"script", "style"} & set(self._open):
-            self.words.append(data)
-            if self._open and self._open[-1] in ("h1", "h2", "figcaption"):
-                self.headings.append(data.strip())
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.words))
+        self.fetched = re.findall(r"<[^>]*\b(?:src|href)\s*=[^>]*>", page)
+        shown = re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)
+        self.num_charts = len(re.findall(r"<svg\b", shown))
+        headings = re.findall(r"<(?:h1|h2|figcaption)\b[^>]*>([^<]*)", shown)
+        self.headings = [html.unescape(one).strip() for one in headings]
+        self.text = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", shown)))

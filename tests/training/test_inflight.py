@@ -93,15 +93,16 @@ def test_no_time_is_left_for_another_try(what: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_batch_that_is_given_up_meanwhile_is_not_registered_again() -> None:
-    workers = Dying(2)
+    workers: Any = Dying(2)
 
     def register_and_give_up(why: Exception) -> int:
         ticket.register_again = None
-        return workers.register_again(why)
+        return int(workers.register_again(why))
 
     ticket = InFlightBatch(0, register_again=register_and_give_up)
     lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None)
-    assert lookups._ask(ticket, True, time.perf_counter()) == "lookup"
+    found: Any = lookups._ask(ticket, True, time.perf_counter())
+    assert found == "lookup"
 
 
 def test_sums_of_a_raw_feature_are_of_f32_whatever_torch_makes_by_default() -> None:

@@ -7,14 +7,11 @@ every value of its row by 1, whatever the order: a batch that is lost or applied
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 NUM_BATCHES = int(os.environ.get("NUM_BATCHES", "500"))
 NUM_IDS = 256
@@ -27,7 +24,6 @@ def ids_of(number: int) -> NDArray[np.uint64]:
 
 
 def make_batch(ids: NDArray[np.uint64], requires_grad: bool = True) -> PersiaBatch:
-    """Return a batch of one feature."""
     return PersiaBatch(
         [IDTypeFeatureWithSingleID("user", ids)],
         labels=[Label(np.zeros((len(ids), 1), np.float32))],

@@ -27,8 +27,6 @@ from persia.embedding.optim import SGD
 
 
 class Sum(torch.nn.Module):
-    """The sum of the embeddings."""
-
     def __init__(self) -> None:
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(1))
