@@ -34,8 +34,7 @@ from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.contenders import Persia
 from tests.benchmarks.interleaved import (
     Ratio,
-    again,
-    measure,
+    measure_kind,
     parser,
     pin_malloc,
     ratio,
@@ -45,17 +44,12 @@ from tests.benchmarks.interleaved import (
 )
 from tests.benchmarks.memory import OPTIMIZERS, in_fresh_process
 from tests.benchmarks.native import compiler
-from tests.benchmarks.peers import (
-    TorchMerged,
-    is_installed,
-    peers,
-)
+from tests.benchmarks.peers import TorchMerged, is_installed, peers
 from tests.benchmarks.workload import PATTERNS, Batch, Contender, batches, sizes
 
 PERSIA = "PERSIA, exact Adagrad"
 TORCH = "torch EmbeddingBag + Adagrad, merged"
 CEILING = "ceiling (C), exact Adagrad"
-TFRA_PACKAGES = ("tensorflow", "tensorflow-recommenders-addons")
 KINDS = {
     "train": "Training step: lookup, pooling, update",
     "evaluate": "Evaluation: lookup, pooling",
@@ -74,12 +68,7 @@ def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
         per_row = resident | per_row  # a later one may reuse what an earlier one freed
         for kind, pattern in itertools.product(args.kinds, args.patterns):
             print(f"measuring {kind}, {pattern}, {threads} thread(s)", file=sys.stderr)
-            steps = {
-                name: again([getattr(one, f"{kind}_step")(batch) for batch in data[pattern]])
-                for name, one in everyone.items()
-            }
-            num_ids = sum(batch.num_ids for batch in data[pattern])
-            series = measure(steps, num_ids, args.pairs, args.clock)
+            series = measure_kind(everyone, kind, data[pattern], args)
             for name, own in series.items():
                 cell = {"contender": name, "kind": kind, "threads": threads, "pattern": pattern}
                 cell |= {"ids": everyone[name].ids, "bytes_per_row": per_row[name]}
@@ -87,7 +76,7 @@ def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for key, other in (("to_torch", TORCH), ("to_ceiling", CEILING)):
                     cell[key] = ratio(own, series[other]) if other in series else None
                 cells.append(cell)
-        del everyone, steps
+        del everyone
     return cells
 
 
@@ -115,9 +104,8 @@ def report(args: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
                 to_ceiling = " / ".join(map(medians, of(name, kind, pattern, "to_ceiling")))
                 columns.append(f"{rates} ({to_torch}; {to_ceiling})")
                 faults += of(name, kind, pattern, "faults")
-            ids, per_row = (
-                of(name, kind, args.patterns[0], x)[0] for x in ("ids", "bytes_per_row")
-            )
+            ids = of(name, kind, args.patterns[0], "ids")[0]
+            per_row = of(name, kind, args.patterns[0], "bytes_per_row")[0]
             row(name, ids, *columns, f"{max(faults):.0f}", f"{per_row:.0f}")
     if {PERSIA, CEILING} <= set(names):
         title = f"PERSIA of the ceiling, median of {args.pairs} pairs [95 %]"
@@ -182,7 +170,7 @@ def conditions(quick: bool) -> dict[str, object]:
     for module, packages in (
         ("fbgemm_gpu", ("fbgemm-gpu-cpu",)),
         ("torchrec", ("torchrec",)),
-        ("tensorflow_recommenders_addons", TFRA_PACKAGES),
+        ("tensorflow_recommenders_addons", ("tensorflow", "tensorflow-recommenders-addons")),
     ):
         if is_installed(module):
             versions |= {package: importlib.metadata.version(package) for package in packages}

@@ -33,6 +33,8 @@ from tests.benchmarks.interleaved import (
     Ratio,
     again,
     measure,
+    measure_kind,
+    num_ids,
     parser,
     pin_malloc,
     ratio,
@@ -65,23 +67,13 @@ def training(contender: Contender, data: list[Batch]) -> Callable[[], Sequence[S
     return again([contender.train_step(batch) for batch in data])
 
 
-def num_ids(data: list[Batch]) -> int:
-    return sum(batch.num_ids for batch in data)
-
-
 def compare(
     options: argparse.Namespace,
     everyone: Mapping[str, Contender],
     columns: Sequence[tuple[str, list[Batch]]],
 ) -> None:
     """Print everyone's rates in each column, a kind of step on batches, and of the first's."""
-    series = []
-    for kind, data in columns:
-        steps = {
-            name: again([getattr(one, f"{kind}_step")(batch) for batch in data])
-            for name, one in everyone.items()
-        }
-        series.append(measure(steps, num_ids(data), options.pairs, options.clock))
+    series = [measure_kind(everyone, kind, data, options) for kind, data in columns]
     first = next(iter(everyone))
     for name in everyone:
         row(name, *(f"{own[name].rate:.1f} ({ratio(own[name], own[first])})" for own in series))
@@ -142,23 +134,15 @@ def eviction(options: argparse.Namespace) -> None:
     steady = Persia(table_sizes, options.threads)
     full = Persia(table_sizes, options.threads, capacity=sum(table_sizes))
     for of_distinct in (True, False):
-        series = measure(
-            {
-                "steady": training(steady, data),
-                "growing": Renewed(steady, data, of_distinct),
-                "evicting": Renewed(full, data, of_distinct),
-            },
-            num_ids(data),
-            options.pairs,
-            options.clock,
-        )
-        rates = [f"{series[name].rate:.1f}" for name in ("steady", "growing", "evicting")]
-        row(
-            "of distinct ids" if of_distinct else "of all ids",
-            *rates,
-            ratio(series["evicting"], series["steady"]),
-            ratio(series["evicting"], series["growing"]),
-        )
+        steps: dict[str, Callable[[], Sequence[Step]]] = {
+            "no new ids": training(steady, data),
+            "growing": Renewed(steady, data, of_distinct),
+            "evicting": Renewed(full, data, of_distinct),
+        }
+        series = measure(steps, num_ids(data), options)
+        new = "of distinct ids" if of_distinct else "of all ids"
+        ratios = (ratio(series["evicting"], series[name]) for name in ("no new ids", "growing"))
+        row(new, *(f"{own.rate:.1f}" for own in series.values()), *ratios)
 
     if full.num_rows > sum(table_sizes) or steady.num_rows <= sum(table_sizes):
         raise RuntimeError("expected one table to grow and the other not to")
@@ -182,7 +166,7 @@ def inputs(options: argparse.Namespace) -> None:
     repeat = 20
     # A unit is a feature here, because not all have as many ids.
     steps = {name: again([make] * repeat) for name, make in makers.items()}
-    series = measure(steps, repeat, options.pairs, options.clock)
+    series = measure(steps, repeat, options)
     for name, own in series.items():
         num_ids_each = BATCH if "single" in name else len(ids.values)
         own.rates[:] = [rate * num_ids_each for rate in own.rates]
@@ -202,12 +186,7 @@ def rows(options: argparse.Namespace) -> None:
         # 170 bytes a row each; both at once up to here.
         if compiler() is not None and num_rows <= 40_000_000:
             everyone["ceiling"] = Ceiling([num_rows], options.threads)
-        series = measure(
-            {name: training(own, data) for name, own in everyone.items()},
-            num_ids(data),
-            options.pairs,
-            options.clock,
-        )
+        series = measure_kind(everyone, "train", data, options)
         persia, ceiling = series["persia"], series.get("ceiling")
         cells: tuple[object, ...] = ("-", "-")
         if ceiling is not None:
@@ -225,12 +204,8 @@ def distinct(options: argparse.Namespace) -> None:
     persia = Persia([num_rows], options.threads)
     spans = (1000, 4000, 16_000, 64_000, num_rows)
     data = [[uniform(num_rows, span, seed) for seed in range(NUM_BATCHES)] for span in spans]
-    series = measure(
-        {str(span): training(persia, own) for span, own in zip(spans, data, strict=True)},
-        num_ids(data[0]),
-        options.pairs,
-        options.clock,
-    )
+    steps = {str(span): training(persia, own) for span, own in zip(spans, data, strict=True)}
+    series = measure(steps, num_ids(data[0]), options)
     counts = [np.mean([len(np.unique(batch.merged_rows)) for batch in own]) for own in data]
     grown: tuple[object, ...] = ("-", "-")
     for at, own in enumerate(series.values()):

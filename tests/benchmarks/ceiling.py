@@ -22,6 +22,7 @@ from tests.benchmarks.workload import (
     DIM,
     LR,
     Batch,
+    Ids,
     Step,
     all_ids,
     check_resident,
@@ -114,24 +115,17 @@ class Table:
         self._library.ceiling_update(self._table, gradient.ctypes.data)
 
 
-def described(batch: Batch) -> ctypes.Array[_Feature]:
-    """Return the batch's ids as ceiling.c takes them; the batch has to outlive it."""
-    return (_Feature * len(batch.features))(
+def described(features: Sequence[Ids]) -> ctypes.Array[_Feature]:
+    """Return ids as ceiling.c takes them; their arrays have to outlive it."""
+    return (_Feature * len(features))(
         *(
             _Feature(
                 feature.values.ctypes.data,
                 None if feature.offsets is None else feature.offsets.ctypes.data,
                 len(feature.values),
             )
-            for feature in batch.features
+            for feature in features
         )
-    )
-
-
-def described_ids(features: Sequence[NDArray[np.uint64]]) -> ctypes.Array[_Feature]:
-    """Return the same of features with one id a sample; the arrays have to outlive it."""
-    return (_Feature * len(features))(
-        *(_Feature(values.ctypes.data, None, len(values)) for values in features)
     )
 
 
@@ -148,7 +142,7 @@ class Ceiling:
         self._out = np.zeros((len(table_sizes), BATCH, DIM), np.float32)
 
     def train_step(self, batch: Batch) -> Step:
-        features = described(batch)
+        features = described(batch.features)
 
         def step() -> None:
             self.table.lookup(features, BATCH, True, self._out)
@@ -157,5 +151,5 @@ class Ceiling:
         return step
 
     def evaluate_step(self, batch: Batch) -> Step:
-        features = described(batch)
+        features = described(batch.features)
         return lambda: self.table.lookup(features, BATCH, False, self._out)

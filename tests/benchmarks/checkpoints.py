@@ -10,11 +10,11 @@ given as blocks again. Rates are of the bytes of the files. Ratios are taken pai
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +31,9 @@ BLOCK_ROWS = 65_536
 NUM_BLOCKS = 16  # distinct ones; 144 bytes a row, so that no cache holds them
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[..., object], *arguments: object) -> float:
     start = time.perf_counter()
-    work()
+    work(*arguments)
     return time.perf_counter() - start
 
 
@@ -41,9 +41,8 @@ def dd(folder: Path, num_bytes: int) -> float:
     """Return bytes a second."""
     target = folder / "zeros"
     command = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={num_bytes >> 20}"]
-    seconds = timed(
-        lambda: subprocess.run([*command, "conv=fdatasync"], check=True, capture_output=True)
-    )
+    command.append("conv=fdatasync")
+    seconds = timed(partial(subprocess.run, command, check=True, capture_output=True))
     target.unlink()
     return (num_bytes >> 20 << 20) / seconds
 
@@ -59,10 +58,10 @@ def forget(folder: Path) -> None:
 
 
 def against_dd(
-    folder: Path,
+    parent: str,
     pairs: int,
-    dump: Callable[[], object],
-    load: Callable[[], object],
+    dump: Callable[[Path], object],
+    load: Callable[[Path], object],
     asked: str = "",
 ) -> None:
     """Print the rates of a dump into a folder and of a load from it, and their parts of dd's.
@@ -71,50 +70,48 @@ def against_dd(
     """
     rates: dict[str, list[float]] = {"dd": [], "dump": [], "load": []}
     for _ in range(pairs + 1):
-        dumping = timed(dump)
-        size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-        rates["dd"].append(dd(folder, size))
-        forget(folder)
-        loading = timed(load)
+        with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as name:
+            folder = Path(name)
+            dumping = timed(dump, folder / "job")
+            size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+            rates["dd"].append(dd(folder, size))
+            forget(folder)
+            loading = timed(load, folder / "job")
         rates["dump"].append(size / dumping)
         rates["load"].append(size / loading)
-        for path in folder.iterdir():
-            shutil.rmtree(path)
     disk = Series(rates["dd"][1:])
-    print(f"{folder}: dd {disk.rate / 1e9:.2f} GB/s")
+    print(f"{parent}: dd {disk.rate / 1e9:.2f} GB/s")
     for name in ("dump", "load"):
         own = Series(rates[name][1:])
         print(f"  {name} {own.rate / 1e9:.2f} GB/s, {ratio(own, disk)} of dd{asked}")
 
 
-def measure(folder: Path, pairs: int, num_bytes: int) -> None:
+def measure(parent: str, pairs: int, num_bytes: int) -> None:
     signs = np.random.default_rng(0).permutation(NUM_BLOCKS * BLOCK_ROWS) << 40
     blocks = [
         block(part, dim=DIM, words=DIM, seed=number)
         for number, part in enumerate(np.split(signs, NUM_BLOCKS))
     ]
-    storage = LocalStorage(folder / "job")
     parts: list[Part] = []
 
-    def dump() -> None:
-        with PartWriter(storage, "id") as writer:
+    def dump(folder: Path) -> None:
+        with PartWriter(LocalStorage(folder), "id") as writer:
             for number in range(num_bytes // blocks[0].num_bytes):
                 writer.add("table0", blocks[number % NUM_BLOCKS])
             parts[:] = writer.finish()
 
-    def load() -> None:
-        for _block in read_ahead(storage, parts):
+    def load(folder: Path) -> None:
+        for _block in read_ahead(LocalStorage(folder), parts):
             pass
 
-    against_dd(folder, pairs, dump, load)
+    against_dd(parent, pairs, dump, load)
 
 
 def main() -> None:
     options = parser(__doc__, 5)
     arguments = options.parse_args()
     for parent in (".", "/dev/shm"):
-        with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as folder:
-            measure(Path(folder), arguments.pairs, 1 << (24 if arguments.quick else 30))
+        measure(parent, arguments.pairs, 1 << (24 if arguments.quick else 30))
 
 
 if __name__ == "__main__":

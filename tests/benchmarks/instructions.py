@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.benchmarks import native
+from tests.support.processes import run
 
 BASELINE = Path(__file__).with_name("instructions.json")
 SHIM = Path(__file__).with_name("callgrind.c")
@@ -81,13 +82,7 @@ def measure() -> tuple[str, dict[str, int]]:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
         command += [f"--callgrind-out-file={place}/out", sys.executable, "-m"]
         command += ["tests.benchmarks.instructions", "--child"]
-        done = subprocess.run(
-            command,
-            env=os.environ | ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        done = run(*command, env=os.environ | ENVIRONMENT, timeout_s=DEADLINE_S)
         if done.returncode != 0:
             raise RuntimeError(f"valgrind ended with {done.returncode}:\n{done.stderr[-2000:]}")
         counts = {}
@@ -104,8 +99,7 @@ def measure() -> tuple[str, dict[str, int]]:
 def setting(level: str) -> str:
     """Return what a count belongs to."""
     command = native.compiler() or ["cc"]
-    said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
-    version = said.stdout.split("\n")[0]
+    version = run(*command, "--version").stdout.split("\n")[0]
     python = ".".join(platform.python_version_tuple()[:2])
     return f"{platform.machine()} {level}, {version}, python {python}"
 

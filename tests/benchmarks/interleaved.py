@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.benchmarks.memory import resident
-from tests.benchmarks.workload import Step
+from tests.benchmarks.workload import Batch, Contender, Step
 
 # glibc's mallopt: without these, some contenders give their big buffers back after each batch
 # and pay for the pages again. Alike for all, and the faults are counted.
@@ -86,7 +86,7 @@ def settled() -> int:
     return resident()
 
 
-def run(steps: Sequence[Step], clock: Clock = time.perf_counter) -> tuple[float, float]:
+def run(steps: Sequence[Step], clock: Clock) -> tuple[float, float]:
     """Return seconds and page faults of the steps.
 
     An untimed one goes before: it finds the caches as the contender before has left them, and
@@ -123,27 +123,27 @@ def interleave(
 def measure(
     everyone: Mapping[str, Callable[[], Sequence[Step]]],
     num_units: float,
-    pairs: int,
-    clock: Clock = time.perf_counter,
+    options: argparse.Namespace,
 ) -> dict[str, Series]:
-    """Run everyone's steps one after another, ``pairs`` times over.
+    """Run everyone's steps one after another, ``options.pairs`` times over.
 
     Args:
         everyone: What makes the steps of a repetition, by name. Its first step is not timed.
         num_units: How many units (ids, samples) one contender's timed steps are.
-        pairs: Repetitions. Of two contenders each is one pair.
-        clock: Of the machine, or ``time.process_time`` where others use it: that leaves out
-            what they take, and means something with one thread only.
+        options: ``pairs``, and the ``clock``: the machine's, or ``time.process_time`` where
+            others use it: that leaves out what they take, and means something with one thread
+            only.
     """
     faults: dict[str, list[float]] = {name: [] for name in everyone}
 
     def turn(name: str) -> float:
         steps = everyone[name]()
-        seconds, faulted = run(steps, clock)
+        seconds, faulted = run(steps, options.clock)
         faults[name].append(faulted / (len(steps) - 1))
         return num_units / seconds / 1e6
 
-    series = interleave({name: functools.partial(turn, name) for name in everyone}, pairs)
+    turns = {name: functools.partial(turn, name) for name in everyone}
+    series = interleave(turns, options.pairs)
     return {name: Series(own.rates, faults[name][1:]) for name, own in series.items()}
 
 
@@ -151,6 +151,24 @@ def again(steps: Sequence[Step]) -> Callable[[], Sequence[Step]]:
     """Return what ``measure`` takes of steps that can be repeated; the last goes first too."""
     repeated = [steps[-1], *steps]
     return lambda: repeated
+
+
+def num_ids(data: Sequence[Batch]) -> int:
+    return sum(batch.num_ids for batch in data)
+
+
+def measure_kind(
+    everyone: Mapping[str, Contender],
+    kind: str,
+    data: Sequence[Batch],
+    options: argparse.Namespace,
+) -> dict[str, Series]:
+    """Measure steps of a kind, ``train`` or ``evaluate``, on the batches, in ids."""
+    steps = {
+        name: again([getattr(one, f"{kind}_step")(batch) for batch in data])
+        for name, one in everyone.items()
+    }
+    return measure(steps, num_ids(data), options)
 
 
 # --- what every benchmark reads and prints ----------------------------------------------------

@@ -30,9 +30,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def resident() -> int:
-    """Return the resident set of this process in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident(pid: int | str = "self") -> int:
+    """Return the resident set of a process in bytes, this one's if none is named."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 

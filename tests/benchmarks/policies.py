@@ -55,25 +55,16 @@ WORKLOADS = {workload.__name__: workload for workload in (zipf, cold, new)}
 
 
 class Rows:
-    """A store that holds the first ``rows`` ids, and steps on it.
+    """A full store of the first ``rows`` ids, and steps on it."""
 
-    Args:
-        policy: How its lookups choose and admit rows.
-        rows: Ids that it holds.
-        order: In which they come; ascending, if not given.
-        capacity: Rows that it can hold; as many, if not given.
-    """
-
-    def __init__(
-        self, policy: str, rows: int, order: Signs | None = None, capacity: int | None = None
-    ) -> None:
+    def __init__(self, policy: str, rows: int) -> None:
         arguments, self.policy = POLICIES[policy]
-        self.store = EmbeddingStore(capacity or rows, num_shards=16, **arguments)
+        self.store = EmbeddingStore(rows, num_shards=16, **arguments)
         self.store.configure(RowOptimizer("adagrad", lr=0.1))
         self.out = np.empty((3 * IDS, DIM), np.float32)
         self.hints = np.empty(3 * IDS, np.uint32)
         admitted = {key: value for key, value in self.policy.items() if key == "policy"}
-        signs = np.arange(rows, dtype=np.uint64) if order is None else order
+        signs = np.arange(rows, dtype=np.uint64)
         for first in range(0, rows, IDS):
             self.lookup(signs[first : first + IDS], 0, admitted)
 
@@ -81,16 +72,13 @@ class Rows:
         out, hints = self.out[: len(signs)], self.hints[: len(signs)]
         self.store.lookup_train(signs, UNIFORM, 1.0, step, out, hints, **policy)
 
-    def step(self, signs: Signs, step: int = 0) -> None:
-        self.lookup(signs, step, self.policy)
-        self.store.update(signs, self.hints[: len(signs)], self.out[: len(signs)])
-
     def steps(self, batches: list[Signs], first: int) -> float:
         """Return million ids a second."""
         start = time.thread_time()
         for step, signs in enumerate(batches, first):
             self.store.set_clocks(0, step)
-            self.step(signs, step)
+            self.lookup(signs, step, self.policy)
+            self.store.update(signs, self.hints[: len(signs)], self.out[: len(signs)])
         return sum(map(len, batches)) / (time.thread_time() - start) / 1e6
 
 

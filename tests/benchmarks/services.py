@@ -26,7 +26,7 @@ from persia._rpc.curve import make_keys
 from tests.benchmarks.interleaved import Series, parser, ratio, row, table
 from tests.benchmarks.local.dlrm import SLOTS, TIMED
 from tests.benchmarks.workload import BATCH, sizes
-from tests.support.processes import ROOT, Cluster
+from tests.support.processes import ROOT, Cluster, _children
 
 HERE = Path(__file__).parent / "local"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -43,10 +43,11 @@ class Measured(NamedTuple):
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and of those that descend from it and live."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    own = (int(fields[11]) + int(fields[12])) / TICKS
-    return own + sum(cpu_seconds(int(child)) for child in children)
+    ticks = 0
+    for each in (pid, *_children(pid)):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / TICKS
 
 
 def run(mode: str, arguments: Sequence[str]) -> Measured:

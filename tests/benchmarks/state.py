@@ -11,7 +11,8 @@ before a dump has read them, or by popularity (``zipf``). The lines:
     pauses   over CUTS dumps with ``blocking=False`` in training: the longest step (the call is
              part of its step) and the median one
     beside   the rate of training while a dump is written, of the rate before and after it
-    idle     dumps and loads without training, against dd in the same folder, pair by pair
+    disk     dumps and loads without training, against dd in the same folder, pair by pair
+    tmpfs    the same on a tmpfs
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from persia._rpc.messages import LookupRequest, TableSigns
 from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.checkpoints import against_dd
@@ -47,29 +47,20 @@ WARM, BETWEEN = 20, 12
 ALONE = 400
 
 
-class Clicks(IterableDataset):
-    """Batches without end."""
-
-    def __init__(self, rows: int, kind: str) -> None:
-        super().__init__()
-        self._rng = np.random.default_rng(1)
-        self._rows = rows
-        self._labels = self._rng.integers(0, 2, (SAMPLES, 1)).astype(np.float32)
-        # Popular ids lie anywhere in memory.
-        self._places = self._rng.permutation(rows) if kind == "zipf" else None
-
-    def _draw(self) -> NDArray[np.uint64]:
-        if self._places is None:
-            drawn = self._rng.integers(0, self._rows, (SAMPLES, IDS))
+def clicks(rows: int, kind: str) -> Iterator[PersiaBatch]:
+    """Yield batches without end."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 2, (SAMPLES, 1)).astype(np.float32)
+    # Popular ids lie anywhere in memory.
+    places = rng.permutation(rows) if kind == "zipf" else None
+    while True:
+        if places is None:
+            drawn = rng.integers(0, rows, (SAMPLES, IDS))
         else:
-            popular = np.minimum(self._rng.pareto(0.25, (SAMPLES, IDS)) * 50, self._rows - 1)
-            drawn = self._places[popular.astype(np.int64)]
-        return drawn.astype(np.uint64)
-
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        while True:
-            ids = IDTypeFeature("id", list(self._draw()))
-            yield PersiaBatch([ids], labels=[Label(self._labels)])
+            popular = np.minimum(rng.pareto(0.25, (SAMPLES, IDS)) * 50, rows - 1)
+            drawn = places[popular.astype(np.int64)]
+        ids = IDTypeFeature("id", list(drawn.astype(np.uint64)))
+        yield PersiaBatch([ids], labels=[Label(labels)])
 
 
 class Net(torch.nn.Module):
@@ -112,7 +103,7 @@ class Training:
 
     def __init__(self, ctx: TrainCtx, rows: int, kind: str) -> None:
         self._ctx = ctx
-        self._batches = iter(DataLoader(Clicks(rows, kind)))
+        self._batches = iter(DataLoader(clicks(rows, kind)))
         self._loss = torch.nn.BCEWithLogitsLoss()
         self.run(WARM)
         # The interpreter's own collection stops all of the process for 160 ms where torch is
@@ -173,18 +164,6 @@ def beside(training: Training, folder: str, pairs: int) -> None:
     )
 
 
-def idle(ctx: TrainCtx, parent: str, pairs: int, asked: float) -> None:
-    with tempfile.TemporaryDirectory(dir=parent, prefix="bench-") as name:
-        job = Path(name) / "job"
-        against_dd(
-            Path(name),
-            pairs,
-            lambda: ctx.dump_embedding(job),
-            lambda: ctx.load_embedding(job),
-            f" (asked: at least {asked})",
-        )
-
-
 def main() -> None:
     options = parser(__doc__, 5)
     options.add_argument("--cuts", type=int, default=10)
@@ -204,10 +183,11 @@ def main() -> None:
                 if "beside" in arguments.only:
                     beside(training, folder, arguments.pairs)
             return  # a load comes between two passes
-        if "disk" in arguments.only:
-            idle(ctx, ".", arguments.pairs, 0.7)
-        if "tmpfs" in arguments.only:
-            idle(ctx, "/dev/shm", arguments.pairs, 0.35)
+        for line, parent, least in (("disk", ".", 0.7), ("tmpfs", "/dev/shm", 0.35)):
+            if line in arguments.only:
+                asked = f" (asked: at least {least})"
+                dump, load = ctx.dump_embedding, ctx.load_embedding
+                against_dd(parent, arguments.pairs, dump, load, asked)
 
 
 if __name__ == "__main__":

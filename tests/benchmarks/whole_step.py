@@ -23,8 +23,7 @@ import torch
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
-from persia.embedding.optim import Adagrad
-from tests.benchmarks.ceiling import Ceiling, Table, described_ids
+from tests.benchmarks.ceiling import Ceiling
 from tests.benchmarks.interleaved import (
     Clock,
     interleave,
@@ -34,18 +33,9 @@ from tests.benchmarks.interleaved import (
     row,
     table,
 )
-from tests.benchmarks.local.dlrm import (
-    NUM_DIFFERENT,
-    NUM_FEATURES,
-    SLOTS,
-    Batches,
-    Raw,
-    loss_of,
-    net,
-    raw_batches,
-)
-from tests.benchmarks.local.train import fill
-from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, sizes
+from tests.benchmarks.local.dlrm import NUM_DIFFERENT, Ideal, Raw, raw_batches
+from tests.benchmarks.local.train import filled, step
+from tests.benchmarks.workload import BATCH, sizes
 
 STALENESS = 10
 WARM, TIMED, BEHIND = 4, 16, STALENESS + 4
@@ -54,46 +44,24 @@ WARM, TIMED, BEHIND = 4, 16, STALENESS + 4
 def persia_slice(ctx: TrainCtx, raws: list[Raw], clock: Clock) -> float:
     """Return the seconds of TIMED steps."""
     start = seconds = 0.0
-    epoch = Batches(islice(cycle(raws), WARM + TIMED + BEHIND))
+    epoch = (raw.batch() for raw in islice(cycle(raws), WARM + TIMED + BEHIND))
     for number, batch in enumerate(DataLoader(epoch, embedding_staleness=STALENESS)):
         if number == WARM:
             start = clock()
         if number == WARM + TIMED:
             seconds = clock() - start
-        output, labels = ctx.forward(batch)
-        ctx.backward(loss_of(output, (labels or [])[0]))
+        step(ctx, batch)
     return seconds
 
 
-class Ideal:
-    """The ceiling and a dense net; without a table the dense net alone."""
-
-    def __init__(self, table: Table | None) -> None:
-        self._table = table
-        self._model, self._optimizer = net()
-        self._out = torch.zeros(NUM_FEATURES, BATCH, DIM)
-
-    def step(self, raw: Raw) -> None:
-        embeddings = self._out.detach()
-        if self._table is not None:
-            self._table.lookup(described_ids(raw.ids), BATCH, True, embeddings.numpy())
-        embeddings.requires_grad = True
-        logits = self._model([torch.from_numpy(raw.dense)], list(embeddings.unbind()))
-        loss_of(logits, torch.from_numpy(raw.labels)).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        gradient = embeddings.grad
-        if self._table is not None and gradient is not None:
-            self._table.update(gradient.numpy())
-
-    def slice(self, raws: list[Raw], clock: Clock) -> float:
-        """Return the seconds of TIMED steps."""
-        start = 0.0
-        for number in range(WARM + TIMED):
-            if number == WARM:
-                start = clock()
-            self.step(raws[number % len(raws)])
-        return clock() - start
+def ideal_slice(ideal: Ideal, raws: list[Raw], clock: Clock) -> float:
+    """Return the seconds of TIMED steps."""
+    start = 0.0
+    for number, raw in enumerate(islice(cycle(raws), WARM + TIMED)):
+        if number == WARM:
+            start = clock()
+        ideal.step(raw)
+    return clock() - start
 
 
 def measure(quick: bool, threads: int, pairs: int, clock: Clock) -> None:
@@ -102,21 +70,13 @@ def measure(quick: bool, threads: int, pairs: int, clock: Clock) -> None:
     pin_malloc()
     torch.set_num_threads(threads)
     raws = list(raw_batches(quick, NUM_DIFFERENT))
-    model, optimizer = net()
-    with TrainCtx(
-        model=model,
-        embedding_optimizer=Adagrad(lr=LR, initial_accumulator_value=ACCUMULATOR),
-        dense_optimizer=optimizer,
-        embedding_config={"slots_config": SLOTS},
-        global_config={"embedded_config": {"num_threads": threads}},
-    ) as ctx:
-        fill(ctx, quick)
+    with filled(quick, threads) as ctx:
         ceiling, dense = Ideal(Ceiling(sizes(quick), threads).table), Ideal(None)
         samples = TIMED * BATCH / 1e3
         turns = {
             "persia": lambda: samples / persia_slice(ctx, raws, clock),
-            "ceiling": lambda: samples / ceiling.slice(raws, clock),
-            "alone": lambda: samples / dense.slice(raws, clock),
+            "ceiling": lambda: samples / ideal_slice(ceiling, raws, clock),
+            "alone": lambda: samples / ideal_slice(dense, raws, clock),
         }
         series = interleave(turns, pairs)
     rates = [f"{own.rate:.1f}" for own in series.values()]

@@ -26,7 +26,7 @@ from persia import env
 from persia.data import DataLoader, StreamingDataset
 from tests.faults.batches import SLOTS
 from tests.faults.job import LOADER, assert_each_once, make_ctx, step
-from tests.support.processes import Cluster
+from tests.support.processes import LISTS, Cluster
 
 COUNT, CUT_AT = 400, 100
 FAR = "embedding-parameter-server-1"
@@ -103,16 +103,13 @@ def can_be_laid() -> bool:
 
 def start(cluster: Cluster, wire: Cable) -> None:
     """Start everything, server 1 on the other side."""
-    name = env.parameter_server_addresses.name
-    near = cluster.addresses["embedding-parameter-server"][0]
-    cluster.variables |= {name: f"{near},{wire.there}:{PORT}"}
+    role = "embedding-parameter-server"
+    cluster.variables |= {LISTS[role]: f"{cluster.addresses[role][0]},{wire.there}:{PORT}"}
     cluster.prefixes[FAR] = ["ip", "netns", "exec", wire.far]
     cluster.start_server(0)
     here = cluster.variables
-    cluster.variables = here | {
-        "PERSIA_LISTEN_HOST": wire.there,
-        "PERSIA_LISTEN_WITHOUT_KEYS": "1",
-    }
+    far = {"PERSIA_LISTEN_HOST": wire.there, "PERSIA_LISTEN_WITHOUT_KEYS": "1"}
+    cluster.variables = here | far
     cluster.start_server(1)
     cluster.variables = here
     cluster.start_worker(0)

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +17,9 @@ import pytest
 from persia import env
 from persia.data import DataLoader, StreamingDataset
 from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import assert_trained, make_ctx, step
+from tests.faults.job import LOADER, assert_trained, make_ctx, step
 from tests.support.processes import Cluster
 
-SCRIPTS = Path(__file__).parent / "scripts"
 COUNT, LARGE = 24, 9
 # Its ids are 8 MiB, which the broker of the original would have refused.
 LARGE_SIZE = 1 << 19
@@ -52,7 +50,7 @@ def started(num_ranks: int) -> Iterator[Cluster]:
         os.mkfifo(gate)
         cluster.start_servers()
         words = (str(COUNT), str(LARGE), str(LARGE_SIZE), str(gate))
-        cluster.start_loaders(SCRIPTS / "gated_loader.py", 2, *words)
+        cluster.start_loaders(LOADER, 2, *words)
         yield cluster
 
 
@@ -67,7 +65,7 @@ def test_w65_least_budgets_a_stalled_loader_and_a_large_batch() -> None:
 def test_w65_least_budgets_on_two_ranks() -> None:
     with started(2) as cluster:
         output = cluster.place / "found.json"
-        script = (str(SCRIPTS / "train.py"), str(output))
+        script = (str(LOADER.with_name("train.py")), str(output))
         cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
         statuses = cluster.wait()
         assert set(statuses.values()) == {0}, statuses

@@ -47,7 +47,7 @@ def restart(cluster: Cluster, role: str) -> None:
         cluster.start_loaders(LOADER, 1, str(COUNT))
         return
     cluster.kill(f"{role}-1")
-    (cluster.start_worker if role == "embedding-worker" else cluster.start_server)(1)
+    cluster.start_replica(role, 1)
 
 
 @EITHER_ORDER

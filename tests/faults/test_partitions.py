@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from tests.faults.apart import can_be_laid
 from tests.support.fixtures import Record
-from tests.support.processes import ROOT
+from tests.support.processes import run
 
 CUTS_S = (5, 30, 120)
 
@@ -21,24 +21,10 @@ def test_w17_a_server_is_cut_off_and_every_batch_is_trained_once(
 ) -> None:
     if not can_be_laid():
         pytest.skip("needs root, and network namespaces")
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.apart", str(cut_s)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for cut_s in CUTS_S
-    ]
-    try:
-        for job in jobs:
-            text, _ = job.communicate(timeout=360)
-            assert job.returncode == 0, text
-            found = json.loads(text.splitlines()[-1])
+    ask = partial(run, "-m", "tests.faults.apart", timeout_s=360)
+    with ThreadPoolExecutor(len(CUTS_S)) as pool:
+        for ran in pool.map(ask, CUTS_S):
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+            found = json.loads(ran.stdout.splitlines()[-1])
             line = "cut off for {cut_s:g} s: on again {back_s:.1f} s later".format(**found)
             record_property("measured", line)
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()

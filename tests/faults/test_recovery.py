@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,18 +11,15 @@ import numpy as np
 import pytest
 
 from persia import env
-from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.messages import TableSigns
 from persia._rpc.stubs import RemoteEmbeddingWorker
-from tests.e2e.support import Job, configured_worker, running_job, transport
+from tests.e2e.support import Job, configured_worker, running_job
 from tests.faults.batches import SLOTS
 from tests.faults.job import LOADER, assert_each_once, make_ctx, train
-from tests.meta.sources import ROOT
-from tests.recovery.soak import soak
-from tests.support.processes import Cluster
+from tests.recovery.soak import connected, soak
+from tests.support.processes import DEADLINE_S, ROOT, Cluster, run
 from tests.support.services import features, gradient
 from tests.support.tmpfs import tmpfs_directory
-from tests.support.waiting import PATIENCE_S
 
 SERVER = "embedding-parameter-server"
 COUNT = 120
@@ -52,12 +47,8 @@ def worker(job: Job) -> Iterator[RemoteEmbeddingWorker]:
 def values(job: Job) -> bytes:
     """All rows of the server, sorted by sign."""
     signs = np.arange(5, dtype=np.uint64) | np.uint64(1 << 56)
-    with transport() as made:
-        (server,) = connect_parameter_servers(
-            made, addresses=job.addresses["embedding-parameter-server"], timeout_s=PATIENCE_S
-        )
+    with connected(job.addresses[SERVER]) as (server,):
         (entries,) = server.read_embedding((TableSigns(0, signs),))
-        server.close()
     assert len(entries.signs) == 4
     return entries.values.tobytes()
 
@@ -126,13 +117,8 @@ def test_requests_cut_short_and_repeated_give_the_same_rows(
     directory: Path, stride: int, least: int
 ) -> None:
     """Processes end at every ``stride``-th point."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.recovery.crash_points", str(directory), str(stride)],
-        env=env.of_child(OPENBLAS_NUM_THREADS=1, PYTHONPATH=ROOT),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("-m", "tests.recovery.crash_points", directory, stride)
+    variables = env.of_child(OPENBLAS_NUM_THREADS=1, PYTHONPATH=ROOT)
+    done = run(*words, env=variables, timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) > least

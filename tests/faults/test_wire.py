@@ -12,18 +12,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from persia import env
 from tests.faults.batches import SLOTS
 from tests.faults.job import LOADER, assert_each_once, make_ctx, train
 from tests.rpc.proxies import MessageProxy, TcpProxy
-from tests.support.processes import Cluster
+from tests.support.processes import LISTS, Cluster
 
 COUNT = 120
-LISTS = {
-    "embedding-parameter-server": env.parameter_server_addresses.name,
-    "embedding-worker": env.embedding_worker_addresses.name,
-    "nn-worker": env.nn_worker_addresses.name,
-}
 Proxy = TcpProxy | MessageProxy
 
 
@@ -52,12 +46,10 @@ def behind_proxies(transport: str, make: Callable[[str, str], Proxy]) -> Iterato
         for role in ("embedding-parameter-server", "embedding-worker"):
             cluster.variables = own | behind | {LISTS[role]: own[LISTS[role]]}
             for number in range(2):
-                is_worker = role == "embedding-worker"
-                (cluster.start_worker if is_worker else cluster.start_server)(number)
+                cluster.start_replica(role, number)
         cluster.variables = own | behind
         cluster.start_loaders(LOADER, 2, str(COUNT))
-        listed = env.nn_worker_addresses.name
-        os.environ.update(own | behind | {listed: own[listed]})
+        os.environ.update(own | behind | {LISTS["nn-worker"]: own[LISTS["nn-worker"]]})
         yield proxies
         # Now: without the proxies the end could not be announced to the servers.
         cluster.stop()

@@ -10,14 +10,12 @@ than another.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,9 @@ import numpy as np
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import IDFeatures, PooledOutput
+from tests.benchmarks.memory import resident
 from tests.load.parts import NAMES, NUM_IDS, SLOTS, all_workers
-from tests.support.processes import Cluster
+from tests.support.processes import Cluster, _children
 
 NUM_LOADERS, NUM_RANKS, PER_PROCESS = 50, 8, 10
 SAMPLE_S = 0.5
@@ -41,14 +40,11 @@ MAX_WARM_UP_MIB = 32.0
 # Of batches served, most over least of a data-loader, but for those that credits let it have
 # on the way: two for each rank that it sends to.
 MAX_SHARE, ON_THE_WAY = 1.5, 8
-PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def resident_mib(pid: int) -> float:
     """Return the memory of a process and of those it started."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return pages * PAGE / 2**20 + sum(resident_mib(int(child)) for child in children)
+    return sum(map(resident, (pid, *_children(pid)))) / 2**20
 
 
 def growth_mib(times: list[float], mib: list[float]) -> float:

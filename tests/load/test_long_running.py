@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import os
@@ -29,7 +28,7 @@ from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import RemoteError, ServiceBusy
 from persia.helper import PersiaServiceCtx
-from tests.benchmarks.memory import resident
+from tests.benchmarks.interleaved import settled
 from tests.faults.batches import SLOTS, make_batch, occurrences
 from tests.faults.job import assert_trained, make_ctx, step, trained
 from tests.rpc.support import PATIENCE_S
@@ -56,17 +55,11 @@ def resources() -> dict[str, Any]:
     }
 
 
-def resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later is no leak
-    return resident()
-
-
 def repeat(run: Callable[[], None], times: int) -> None:
     """Run it often, after a few rounds that fill caches; nothing may be left or grow."""
     for _ in range(5):
         run()
-    before, memory, blocks = resources(), resident_bytes(), sys.getallocatedblocks()
+    before, memory, blocks = resources(), settled(), sys.getallocatedblocks()
     for _ in range(times):
         run()
     after = resources()
@@ -76,7 +69,7 @@ def repeat(run: Callable[[], None], times: int) -> None:
     for name in ("threads", "native threads", "descriptors"):
         assert after[name] <= before[name], name
     assert sys.getallocatedblocks() - blocks < SLACK_BLOCKS * times
-    assert resident_bytes() - memory < SLACK_BYTES
+    assert settled() - memory < SLACK_BYTES
 
 
 @pytest.fixture

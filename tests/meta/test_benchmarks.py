@@ -80,7 +80,7 @@ def test_ceiling_equals_the_formula(num_threads: int) -> None:
 
     out = np.empty((4, NUM_SAMPLES, DIM), np.float32)
     for batch in batches:
-        features, want = described(batch), expected(rows, batch)
+        features, want = described(batch.features), expected(rows, batch)
         for is_training in (False, True):
             out.fill(np.nan)
             table.lookup(features, NUM_SAMPLES, is_training, out)

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import TypeVar
 
@@ -69,37 +71,38 @@ def owned(signs: NDArray[np.uint64], server: int) -> NDArray[np.bool_]:
     return mine
 
 
-class Client(threading.Thread):
+@contextmanager
+def connected(addresses: list[str]) -> Iterator[list[RemoteParameterServer]]:
+    """Connect to the servers; that one is restarted is no news."""
+    with transport() as made:
+        servers = connect_parameter_servers(
+            made, addresses=addresses, timeout_s=PATIENCE_S, on_restart=lambda number: None
+        )
+        yield servers
+        for server in servers:
+            server.close()
+
+
+class Client:
     """Trains, and counts what was acknowledged; it repeats a call until it is answered."""
 
-    def __init__(self, number: int, addresses: list[str], seed: int) -> None:
-        super().__init__(name=f"client-{number}")
+    def __init__(
+        self, number: int, addresses: list[str], seed: int, stopping: threading.Event
+    ) -> None:
         self.number = number
         self.addresses = addresses
         self.random = np.random.default_rng((seed, number))
         self.counts = np.zeros((len(DIMS), NUM_SIGNS), np.int64)
         self.num_updates = self.num_repeated = 0
-        self.stopping = threading.Event()
-        self.failure: BaseException | None = None
+        self.stopping = stopping
 
     def run(self) -> None:
-        try:
-            with transport() as made:
-                servers = connect_parameter_servers(
-                    made,
-                    addresses=self.addresses,
-                    timeout_s=PATIENCE_S,
-                    on_restart=lambda number: None,
-                )
-                while not self.stopping.is_set():
-                    places = [self.random.permutation(NUM_SIGNS)[:BATCH] for _ in DIMS]
-                    for number, server in enumerate(servers):
-                        self.step(number, server, places)
-                    self.num_updates += 1
-                for server in servers:
-                    server.close()
-        except BaseException as error:
-            self.failure = error
+        with connected(self.addresses) as servers:
+            while not self.stopping.is_set():
+                places = [self.random.permutation(NUM_SIGNS)[:BATCH] for _ in DIMS]
+                for number, server in enumerate(servers):
+                    self.step(number, server, places)
+                self.num_updates += 1
 
     def step(
         self, number: int, server: RemoteParameterServer, places: list[NDArray[np.int64]]
@@ -168,41 +171,35 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
     with (
         tempfile.TemporaryDirectory(prefix="persia-soak-", dir="/dev/shm") as rows,
         running_job(CONFIG, LIMIT, NUM_SERVERS, PERSIA_STATE_DIRECTORY=rows) as made,
-        transport() as wire,
+        ExitStack() as stack,
     ):
         addresses = made.addresses[SERVER]
         processes = [made.start_server(SERVER, number) for number in range(NUM_SERVERS)]
-        servers = connect_parameter_servers(
-            wire, addresses=addresses, timeout_s=PATIENCE_S, on_restart=lambda number: None
-        )
+        servers = stack.enter_context(connected(addresses))
         for server in servers:
             server.configure(SETTINGS)
             server.register_optimizer(SGD)
-        clients = [Client(number, addresses, seed) for number in range(NUM_CLIENTS)]
-        for client in clients:
-            client.start()
+        pool, stopping = stack.enter_context(ThreadPoolExecutor(NUM_CLIENTS)), threading.Event()
+        stack.callback(stopping.set)
+        clients = [Client(number, addresses, seed, stopping) for number in range(NUM_CLIENTS)]
+        running = [pool.submit(client.run) for client in clients]
         begin = time.monotonic()
         kills: list[tuple[float, float, bool]] = []
         while len(kills) < num_kills:
             done = sum(client.num_updates for client in clients)
             while sum(client.num_updates for client in clients) == done:
-                assert not any(client.failure for client in clients)
+                assert not any(each.done() for each in running)
                 sleep(0.005)
             sleep(chance.uniform(0.0, 0.2))
             kills.append(replace(made, processes, chance.randrange(NUM_SERVERS)))
             if show and len(kills) % 10 == 0:
                 print(len(kills), sum(c.num_updates for c in clients), flush=True)
         recovered, away, cut_short = zip(*kills, strict=True)
-        for client in clients:
-            client.stopping.set()
-        for client in clients:
-            client.join(PATIENCE_S)
-            if client.failure is not None:
-                raise client.failure
+        stopping.set()
+        for each in running:
+            each.result(PATIENCE_S)
         wrong = wrong_rows(servers, np.sum([client.counts for client in clients], axis=0))
         assert not wrong, (len(wrong), wrong[:5])
-        for server in servers:
-            server.close()
         return (
             f"{num_kills} kills of {NUM_SERVERS} servers in {time.monotonic() - begin:.0f} s: "
             f"{sum(client.num_updates for client in clients)} updates acknowledged, "

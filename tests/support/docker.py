@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
+
+from tests.support.processes import run
 
 
 def why_no_compose() -> str:
@@ -14,7 +15,5 @@ def why_no_compose() -> str:
     """
     if shutil.which("docker") is None:
         return "docker is not installed"
-    asked = subprocess.run(
-        ["docker", "compose", "version"], capture_output=True, check=False, timeout=60
-    )
+    asked = run("docker", "compose", "version")
     return "docker has no Compose plugin" if asked.returncode else ""

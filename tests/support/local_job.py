@@ -11,16 +11,12 @@ from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.methods import embedding_worker, parameter_server
 from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
-from persia.config import (
-    EmbeddingSchema,
-    EmbeddingWorkerConfig,
-    ParameterServerConfig,
-    schema_fingerprint,
-)
+from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, schema_fingerprint
 from tests.faults.batches import SLOTS
 from tests.rpc.support import PATIENCE_S
+from tests.support.processes import LISTS
+from tests.support.services import make_servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,21 +33,15 @@ def local_job(
 ) -> Iterator[EmbeddingWorker]:
     """Serve a parameter server and an embedding-worker, which the environment then names."""
     settings = settings or EmbeddingWorkerConfig()
-    addresses = {
-        role: f"ipc://{directory}/{name}-{role}" for role in ("server", "worker", "rank")
-    }
+    addresses = {role: f"ipc://{directory}/{name}-{role}" for role in LISTS}
     schema = EmbeddingSchema.load(SLOTS)
-    config = ParameterServerConfig(memory_limit=0, capacity=10_000)
     with ExitStack() as stack:
-        variables = {
-            env.parameter_server_addresses.name: addresses["server"],
-            env.embedding_worker_addresses.name: addresses["worker"],
-            env.nn_worker_addresses.name: addresses["rank"],
-        }
+        variables = {LISTS[role]: address for role, address in addresses.items()}
         stack.enter_context(env.changed(**variables))
         transport = stack.enter_context(closing(ZmqTransport()))
-        store = ParameterServer(schema, config, replica_index=0, replica_size=1)
-        server = serve(transport, addresses["server"], parameter_server(), store)
+        (store,) = make_servers(1, schema, hyper=None, optimizer=None, capacity=10_000)
+        of_server, of_worker, _ = addresses.values()
+        server = serve(transport, of_server, parameter_server(), store)
         stack.callback(server.stop, PATIENCE_S)
         (remote,) = connect_parameter_servers(transport, timeout_s=PATIENCE_S)
         stack.callback(remote.close)
@@ -60,7 +50,7 @@ def local_job(
         )
         server = serve(
             transport,
-            addresses["worker"],
+            of_worker,
             embedding_worker(),
             worker,
             replica_index=0,

@@ -17,9 +17,16 @@ from typing import Any
 
 import yaml
 
+from persia import env as variables
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
+# Variables that list the addresses of each role.
+LISTS = {
+    "embedding-parameter-server": variables.parameter_server_addresses.name,
+    "embedding-worker": variables.embedding_worker_addresses.name,
+    "nn-worker": variables.nn_worker_addresses.name,
+}
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
 # Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0
@@ -99,11 +106,7 @@ class Cluster:
         self.host = loopback_host(1 + next(_jobs) % (_HOSTS - 1))
         self._directory = tempfile.TemporaryDirectory(prefix="persia-")
         self.place = Path(self._directory.name)
-        self._num = {
-            "embedding-parameter-server": num_servers,
-            "embedding-worker": num_workers,
-            "nn-worker": num_ranks,
-        }
+        self._num = dict(zip(LISTS, (num_servers, num_workers, num_ranks), strict=True))
         self.addresses = {
             role: [self._address(transport, place, role, number) for number in range(count)]
             for place, (role, count) in enumerate(self._num.items())
@@ -117,11 +120,7 @@ class Cluster:
         self.variables = {
             "PERSIA_EMBEDDING_CONFIG": str(path),
             "PERSIA_GLOBAL_CONFIG": str(self.place / "global.yml"),
-            "PERSIA_EMBEDDING_PARAMETER_SERVERS": ",".join(
-                self.addresses["embedding-parameter-server"]
-            ),
-            "PERSIA_EMBEDDING_WORKERS": ",".join(self.addresses["embedding-worker"]),
-            "PERSIA_NN_WORKERS": ",".join(self.addresses["nn-worker"]),
+            **{LISTS[role]: ",".join(each) for role, each in self.addresses.items()},
             **({"PERSIA_LISTEN_HOST": self.host} if transport == "tcp" else {}),
             # Rows end with their server, unless a test wants something else.
             "PERSIA_STATE_DIRECTORY": "off",
@@ -147,12 +146,10 @@ class Cluster:
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
         """Run ``persia-launcher`` with these arguments; its output is ``log(name)``."""
+        launcher = (sys.executable, "-m", "persia.launcher")
         with (self.place / f"{name}.log").open("a") as log:
             process = self.processes[name] = subprocess.Popen(
-                [
-                    *self.prefixes.get(name, ()),
-                    *(sys.executable, "-m", "persia.launcher", *arguments),
-                ],
+                [*self.prefixes.get(name, ()), *launcher, *arguments],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=log,
@@ -163,30 +160,28 @@ class Cluster:
 
     def start_server(self, number: int) -> subprocess.Popen[str]:
         """Start one embedding-parameter-server."""
-        return self._start_replica("embedding-parameter-server", number)
+        return self.start_replica("embedding-parameter-server", number)
 
     def start_worker(self, number: int) -> subprocess.Popen[str]:
         """Start one embedding-worker."""
-        return self._start_replica("embedding-worker", number)
+        return self.start_replica("embedding-worker", number)
 
-    def _start_replica(self, role: str, number: int) -> subprocess.Popen[str]:
+    def start_replica(self, role: str, number: int) -> subprocess.Popen[str]:
         replica = ["--replica-index", str(number), "--replica-size", str(self._num[role])]
         return self.start(f"{role}-{number}", role, *replica)
 
     def start_servers(self) -> None:
         """Start every server and embedding-worker."""
-        for number in range(self._num["embedding-parameter-server"]):
-            self.start_server(number)
-        for number in range(self._num["embedding-worker"]):
-            self.start_worker(number)
+        for role in ("embedding-parameter-server", "embedding-worker"):
+            for number in range(self._num[role]):
+                self.start_replica(role, number)
 
     def start_loaders(self, script: Path, count: int, *arguments: str) -> None:
         """Start data-loaders."""
         for number in range(count):
             replica = ["--replica-index", str(number), "--replica-size", str(count)]
-            self.start(
-                f"data-loader-{number}", "data-loader", *replica, str(script), *arguments
-            )
+            words = ("data-loader", *replica, str(script), *arguments)
+            self.start(f"data-loader-{number}", *words)
 
     def kill(self, name: str) -> None:
         """Kill a process and what it has started, the latter first, as a machine that dies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ from tests.reference.worker import Weights
 
 Samples = list[list[int]]
 
+
+def _stack(rounds: int, size: int) -> dict[str, Any]:
+    return {"hash_stack_config": {"hash_stack_rounds": rounds, "embedding_size": size}}
+
+
 # Every pooling, a group of three slots, hash stacks alone, shared, raw and jagged, two dims,
 # and tables that differ in initial values only.
 CONFIG: dict[str, Any] = {
@@ -40,31 +46,12 @@ CONFIG: dict[str, Any] = {
         "jagged": {"dim": 4, "pooling": "jagged"},
         "raw": {"dim": 8, "pooling": "raw", "sample_fixed_size": 3},
         "constant": {"dim": 8, "initialization": {"method": "constant", "value": 0.5}},
-        "stack": {
-            "dim": 4,
-            "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 7},
-        },
-        "stack_mean": {
-            "dim": 4,
-            "pooling": "mean",
-            "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 7},
-        },
-        "stack_max": {
-            "dim": 8,
-            "pooling": "max",
-            "hash_stack_config": {"hash_stack_rounds": 3, "embedding_size": 5},
-        },
-        "stack_raw": {
-            "dim": 8,
-            "pooling": "raw",
-            "sample_fixed_size": 3,
-            "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 3},
-        },
+        "stack": {"dim": 4, **_stack(2, 7)},
+        "stack_mean": {"dim": 4, "pooling": "mean", **_stack(2, 7)},
+        "stack_max": {"dim": 8, "pooling": "max", **_stack(3, 5)},
+        "stack_raw": {"dim": 8, "pooling": "raw", "sample_fixed_size": 3, **_stack(2, 3)},
     },
-    "feature_groups": {
-        "shared": ["sum", "max", "jagged"],
-        "stacks": ["stack", "stack_mean"],
-    },
+    "feature_groups": {"shared": ["sum", "max", "jagged"], "stacks": ["stack", "stack_mean"]},
 }
 SCHEMA = EmbeddingSchema.load(CONFIG)
 
@@ -77,8 +64,7 @@ ADAGRAD = OptimizerSettings("adagrad", {"lr": 0.1, "initial_accumulator_value": 
 
 
 def settings(**changes: Any) -> HyperParameters:
-    values = {name: getattr(SETTINGS, name) for name in SETTINGS.__slots__}
-    return HyperParameters(**(values | changes))
+    return replace(SETTINGS, **changes)
 
 
 def features(

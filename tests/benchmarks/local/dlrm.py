@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from persia.data import IterableDataset
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
-from tests.benchmarks.workload import BATCH, DIM, LR, batches, sizes
+from tests.benchmarks.ceiling import Table, described
+from tests.benchmarks.workload import BATCH, DIM, LR, Ids, batches, sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -80,7 +80,7 @@ def _mlp(*widths: int) -> torch.nn.Sequential:
 class Raw:
     """One batch as a data pipeline would hold it."""
 
-    ids: list[NDArray[np.uint64]]
+    features: list[Ids]  # with one id a sample
     dense: NDArray[np.float32]
     labels: NDArray[np.float32]
 
@@ -88,23 +88,34 @@ class Raw:
         """Build what is sent; finding the distinct ids is part of it."""
         return PersiaBatch(
             [
-                IDTypeFeatureWithSingleID(f"feature_{number}", ids)
-                for number, ids in enumerate(self.ids)
+                IDTypeFeatureWithSingleID(f"feature_{number}", ids.values)
+                for number, ids in enumerate(self.features)
             ],
             non_id_type_features=[NonIDTypeFeature(self.dense)],
             labels=[Label(self.labels)],
         )
 
 
-class Batches(IterableDataset):
-    """Built when they are asked for."""
+class Ideal:
+    """The ceiling and a dense net; without a table the dense net alone."""
 
-    def __init__(self, raws: Iterable[Raw]) -> None:
-        super().__init__()
-        self._raws = raws
+    def __init__(self, table: Table | None) -> None:
+        self._table = table
+        self._model, self._optimizer = net()
+        self._out = torch.randn(NUM_FEATURES, BATCH, DIM)
 
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        return (raw.batch() for raw in self._raws)
+    def step(self, raw: Raw) -> None:
+        embeddings = self._out.detach()
+        if self._table is not None:
+            self._table.lookup(described(raw.features), BATCH, True, embeddings.numpy())
+        embeddings.requires_grad = True
+        logits = self._model([torch.from_numpy(raw.dense)], list(embeddings.unbind()))
+        loss_of(logits, torch.from_numpy(raw.labels)).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        gradient = embeddings.grad
+        if self._table is not None and gradient is not None:
+            self._table.update(gradient.numpy())
 
 
 def raw_batches(quick: bool, count: int = COUNT) -> Iterator[Raw]:
@@ -112,7 +123,7 @@ def raw_batches(quick: bool, count: int = COUNT) -> Iterator[Raw]:
     rng = np.random.default_rng(1)
     different = [
         Raw(
-            [feature.values for feature in batch.features],
+            batch.features,
             rng.normal(size=(BATCH, NUM_DENSE)).astype(np.float32),
             rng.integers(0, 2, (BATCH, 1)).astype(np.float32),
         )

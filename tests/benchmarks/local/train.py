@@ -9,29 +9,29 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from persia import env
+from persia._training.batch import PersiaTrainingBatch
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from tests.benchmarks.local.dlrm import (
-    NUM_DIFFERENT,
-    NUM_FEATURES,
     SLOTS,
     TIMED,
     WARM,
-    Batches,
+    Ideal,
     loss_of,
     net,
     parse,
     raw_batches,
 )
-from tests.benchmarks.workload import BATCH, DIM, LR, all_ids, check_resident, sizes
+from tests.benchmarks.workload import ACCUMULATOR, LR, all_ids, check_resident, sizes
 
 
 def marked(batches: Iterable[Any]) -> Iterator[Any]:
@@ -56,33 +56,40 @@ def fill(ctx: TrainCtx, quick: bool) -> None:
     check_resident(sum(ctx.get_embedding_size()), sizes(quick))
 
 
-def train(options: argparse.Namespace) -> None:
+@contextmanager
+def filled(quick: bool, threads: int) -> Iterator[TrainCtx]:
+    """Enter the context of the job, with every row there."""
     model, optimizer = net()
     with TrainCtx(
         model=model,
-        embedding_optimizer=Adagrad(lr=LR),
+        embedding_optimizer=Adagrad(lr=LR, initial_accumulator_value=ACCUMULATOR),
         dense_optimizer=optimizer,
         embedding_config={"slots_config": SLOTS},
-        global_config={"embedded_config": {"num_threads": options.threads}},
+        global_config={"embedded_config": {"num_threads": threads}},
     ) as ctx:
-        fill(ctx, options.quick)
+        fill(ctx, quick)
+        yield ctx
+
+
+def step(ctx: TrainCtx, batch: PersiaTrainingBatch) -> None:
+    output, labels = ctx.forward(batch)
+    ctx.backward(loss_of(output, (labels or [])[0]))
+
+
+def train(options: argparse.Namespace) -> None:
+    with filled(options.quick, options.threads) as ctx:
         is_embedded = env.get_mode() == "embedded"
-        dataset = Batches(raw_batches(options.quick)) if is_embedded else StreamingDataset(10)
+        own = (raw.batch() for raw in raw_batches(options.quick))
+        dataset = own if is_embedded else StreamingDataset()
         for batch in marked(DataLoader(dataset, embedding_staleness=10)):
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_of(output, (labels or [])[0]))
+            step(ctx, batch)
 
 
 def train_dense(options: argparse.Namespace) -> None:
     """The same steps with embeddings that are given, and gradients that are dropped."""
-    model, optimizer = net()
-    given = [torch.randn(NUM_FEATURES, BATCH, DIM).unbind() for _ in range(NUM_DIFFERENT)]
-    for number, raw in enumerate(marked(raw_batches(options.quick))):
-        leaves = [one.detach().requires_grad_() for one in given[number % NUM_DIFFERENT]]
-        logits = model([torch.from_numpy(raw.dense)], leaves)
-        loss_of(logits, torch.from_numpy(raw.labels)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    dense = Ideal(None)
+    for raw in marked(raw_batches(options.quick)):
+        dense.step(raw)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""Sends the first batches of the job: loader.py COUNT."""
+"""Sends the first batches of the job: loader.py COUNT [LARGE SIZE GATE].
+
+With a gate there are two data-loaders, and batch LARGE has SIZE samples. Loader 1 begins when
+loader 0 has sent two batches, that is, with one credit and in order, when it has none.
+"""
 
 import logging
 import sys
+from pathlib import Path
 
 from persia import env
 from persia.ctx import DataCtx
@@ -9,8 +14,14 @@ from tests.faults.batches import make_batch
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
+    count, *sizes = map(int, sys.argv[1:4])
+    gate = Path(sys.argv[4]) if sizes else None  # a pipe: opening an end waits for the other
     index, size = env.get_replica_index() or 0, env.get_replica_size() or 1
     with DataCtx() as ctx:
-        for number in range(index, int(sys.argv[1]), size):
-            ctx.send_data(make_batch(number))
+        if gate is not None and index == 1:
+            gate.read_bytes()
+        for place, number in enumerate(range(index, count, size)):
+            if gate is not None and index == 0 and place == 2:
+                gate.write_bytes(b"x")
+            ctx.send_data(make_batch(number, sizes[1] if number in sizes[:1] else 16))
     print(dict(ctx.stats()), flush=True)
