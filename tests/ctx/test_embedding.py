@@ -176,7 +176,9 @@ def test_a_batch_without_embeddings_is_refused_by_its_type(ctx: TrainCtx) -> Non
         ctx.forward(make_batch())  # type: ignore[arg-type]
 
 
-def test_addresses_given_come_first(ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_addresses_beat_those_of_the_context_around(
+    ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
     with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
         InferCtx(["ipc:///nowhere/0"]).__enter__()

@@ -205,7 +205,7 @@ threading.Event().wait(60)
 @pytest.mark.parametrize(
     ("text", "said"), [(SLEEPS, "unwound by SystemExit 143"), (UNWINDS, "unwound")]
 )
-def test_a_script_whose_launcher_is_killed(job: Job, text: str, said: str) -> None:
+def test_a_script_ends_with_its_launcher(job: Job, text: str, said: str) -> None:
     """Also one that has begun to unwind."""
     trainer = job.start("nn-worker", job.script("train.py", text))
     trainer.wait_for("running")

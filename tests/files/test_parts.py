@@ -39,7 +39,9 @@ NAMES = ("signs", "values", "states", "orders", "uses", "ages")
     readers=st.sampled_from([1, 2, 3, 5, 64, 100]),
     signs=st.sets(st.integers(0, 2**64 - 1), max_size=200),
 )
-def test_w33_any_number_reads_any_others(writers: int, readers: int, signs: set[int]) -> None:
+def test_w33_any_number_of_servers_reads_them(
+    writers: int, readers: int, signs: set[int]
+) -> None:
     """Also where there are fewer files, or rows, than servers."""
     storage = open_storage(f"memory://{writers}-{readers}-{len(signs)}")
     rows = block(sorted(signs))

@@ -121,7 +121,7 @@ def fails(*_: object, **__: object) -> None:
     raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
-def test_memory_of_a_system_that_has_few_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_huge_pages_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     small = type("SmallPages", (mmap.mmap,), {"madvise": fails})
     stands_for: Any = SimpleNamespace(**{**vars(mmap), "mmap": small, "MADV_HUGEPAGE": 14})
     monkeypatch.setattr(module, "mmap", stands_for)

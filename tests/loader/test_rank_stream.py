@@ -108,7 +108,9 @@ def test_a_loader_that_is_restarted_goes_on_where_the_rank_is(make_feeder: MakeF
 
 
 @pytest.mark.parametrize("is_too_late", [False, True])
-def test_a_loader_that_is_restarted_holds(make_feeder: MakeFeeder, is_too_late: bool) -> None:
+def test_a_restarted_loader_holds_what_is_open(
+    make_feeder: MakeFeeder, is_too_late: bool
+) -> None:
     """What is wanted after it was read is lost no more."""
     rank, worker = ReportingRank(credits=4), FakeWorker()
     taken = sent_before(make_feeder, rank, worker, 3)
@@ -168,7 +170,9 @@ def test_a_rank_that_is_restarted_gets_what_a_loader_had_sent(
     until(lambda: second.stats() == {"dropped": 3, "redelivered": 1, "sent": 5})
 
 
-def test_a_quick_script_and_a_wish(make_feeder: MakeFeeder, monkeypatch: Monkey) -> None:
+def test_a_quick_script_skips_no_wanted_batch(
+    make_feeder: MakeFeeder, monkeypatch: Monkey
+) -> None:
     """The script of a restarted loader goes on as soon as the stream is open."""
     rank, worker = FakeRank(credits=4), FakeWorker()
     taken = sent_before(make_feeder, rank, worker, 2)

@@ -179,7 +179,9 @@ def test_a_failure_is_always_told(make_feeder: MakeFeeder, monkeypatch: Monkey) 
     held.set()
 
 
-def test_who_is_waited_for(make_feeder: MakeFeeder, monkeypatch: Monkey, caplog: Log) -> None:
+def test_who_is_waited_for_is_named(
+    make_feeder: MakeFeeder, monkeypatch: Monkey, caplog: Log
+) -> None:
     monkeypatch.setattr(rank_stream, "LINE_S", 0.02)
     caplog.set_level(logging.INFO)
     ranks = [FakeRank(0, 2, credits=1), FakeRank(1, 2, credits=1)]
@@ -242,7 +244,9 @@ def test_each_batch_is_trained_once_whatever_is_lost_or_repeated(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_restarts(make_feeder: MakeFeeder, monkeypatch: Monkey, seed: int) -> None:
+def test_random_restarts_lose_nothing(
+    make_feeder: MakeFeeder, monkeypatch: Monkey, seed: int
+) -> None:
     monkeypatch.setattr(rank_stream, "AGAIN_S", 0.0)
     chance = random.Random(seed)
     rank, worker = FakeRank(credits=3), FakeWorker()
@@ -314,7 +318,9 @@ def test_all_workers_down_is_an_error_that_names_them(make_feeder: MakeFeeder) -
     send(made)
 
 
-def test_a_busy_worker_waits(make_feeder: MakeFeeder, monkeypatch: Monkey, caplog: Log) -> None:
+def test_a_busy_worker_is_waited_for(
+    make_feeder: MakeFeeder, monkeypatch: Monkey, caplog: Log
+) -> None:
     monkeypatch.setattr(sender, "LINE_S", 0.02)
     worker = FakeWorker()
     made = make_feeder(FakeRank(), worker, deadline_s=0.05)

@@ -347,7 +347,9 @@ def test_more_rows_than_there_is_room_for_are_refused(dumped: Trained, tmp_path:
         {"servers": {"hyper_parameters": "x", "optimizer": None}},
     ],
 )
-def test_extras_of_any_form(dumped: Trained, tmp_path: Path, extras: dict[str, Any]) -> None:
+def test_any_extras_in_a_manifest(
+    dumped: Trained, tmp_path: Path, extras: dict[str, Any]
+) -> None:
     """Servers that have settings need none of it; others say that it is not there."""
     _, servers = dumped
     storage = LocalStorage(tmp_path)

@@ -372,7 +372,9 @@ def test_bad_lookups_refused(tables: tuple[int, ...], message: str, is_training:
         ({"hints": np.zeros(3, np.uint32)}, StoreError, "2 hints, one a sign, got 3"),
     ],
 )
-def test_w16_bad_updates(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_w16_bad_updates_change_nothing(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     (server,) = make_servers(optimizer=ADAGRAD)
     good = TableGradients(RAW.table, STRANGE, None, np.ones((1, RAW.dim), np.float32))
     values: dict[str, Any] = {"table": TABLE, "signs": signs(1, 2), "gradients": ones(2)}

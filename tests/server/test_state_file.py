@@ -198,7 +198,7 @@ def test_rows_of_many_chunks(directory: Path) -> None:
     np.testing.assert_array_equal(before.rows, after.rows)
 
 
-def test_a_server_killed_in_a_load_has_half(tmp_path: Path, directory: Path) -> None:
+def test_a_server_killed_in_a_load_knows_it_has_half(tmp_path: Path, directory: Path) -> None:
     first = begun(directory)
     update(first, 1)
     before = rows(first)
@@ -277,7 +277,9 @@ def spoil(change: Callable[[int], object], directory: Path) -> str:
         ),
     ],
 )
-def test_files_of_others(directory: Path, change: Callable[[int], object], why: str) -> None:
+def test_files_of_others_are_refused(
+    directory: Path, change: Callable[[int], object], why: str
+) -> None:
     assert why in spoil(change, directory)
     kill(begun(directory))
     other = StateFile(path_of(directory, "test"), SHARDS + 1)
@@ -371,7 +373,7 @@ def test_without_room_it_is_done_without(
 
 
 @pytest.mark.parametrize("run_id", ["", "tuesday"])
-def test_what_jobs_left_and_fills_it(directory: Path, monkeypatch: Monkey, run_id: str) -> None:
+def test_files_that_ended_jobs_left(directory: Path, monkeypatch: Monkey, run_id: str) -> None:
     """A process goes on from its own; that of ended jobs goes, if none has a name."""
     if run_id:
         monkeypatch.setenv("PERSIA_RUN_ID", run_id)

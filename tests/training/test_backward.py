@@ -265,7 +265,9 @@ def test_w46_a_context_without_backward_releases_all(worker: SpyWorker) -> None:
     assert worker.refs == {}
 
 
-def test_w25_failed_lookups(worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey) -> None:
+def test_w25_failed_lookups_are_released(
+    worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey
+) -> None:
     def refuse(*arguments: object) -> None:
         raise MemoryError("no room for the tensors")
 
@@ -441,7 +443,9 @@ def test_a_second_loss_of_a_batch_is_refused(worker: SpyWorker, make_ctx: MakeCt
     assert worker.of("update") == [0]
 
 
-def test_dense_step_fails(worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
+def test_a_failed_dense_step_frees_the_batch(
+    worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Monkey
+) -> None:
     with make_ctx(mixed_precision=True) as ctx:
         iterator = iter(DataLoader(batches(3), reproducible=True, embedding_staleness=1))
         batch = next(iterator)

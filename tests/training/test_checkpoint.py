@@ -288,7 +288,9 @@ def test_what_servers_wrote_is_loaded(tmp_path: Path, how: str, num_servers: int
         *[("features", value) for value in ("item", [3], [])],
     ],
 )
-def test_w50_bad_arguments(tmp_path: Path, name: str, value: Any, monkeypatch: Monkey) -> None:
+def test_w50_bad_arguments_leave_nothing(
+    tmp_path: Path, name: str, value: Any, monkeypatch: Monkey
+) -> None:
     monkeypatch.chdir(tmp_path)
     is_load = name in ("src_dir", "features")
     arguments = {"src_dir" if is_load else "dst_dir": tmp_path, name: value}
@@ -666,7 +668,9 @@ def test_file_that_is_missing_or_does_not_fit(ctx: TrainCtx, tmp_path: Path) -> 
             ctx.load_torch_state_dict(SmallNet(), tmp_path / name)
 
 
-def test_failed_write_is_undone(ctx: TrainCtx, tmp_path: Path, monkeypatch: Monkey) -> None:
+def test_a_failed_write_keeps_the_old_file(
+    ctx: TrainCtx, tmp_path: Path, monkeypatch: Monkey
+) -> None:
     model, other = plain(), plain()
     ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
 

@@ -423,7 +423,9 @@ def test_threads_that_do_not_end(monkeypatch: Monkey, make_ctx: MakeCtx, caplog:
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
-def test_w13_ranks_that_disagree(worker: SpyWorker, make_ctx: MakeCtx, rounds: int) -> None:
+def test_w13_a_batch_of_disagreeing_ranks_is_released(
+    worker: SpyWorker, make_ctx: MakeCtx, rounds: int
+) -> None:
     with make_ctx() as ctx:
         ctx._ranks = SpyRanks(rounds=rounds)
         loader = DataLoader(Batches(10), reproducible=True, embedding_staleness=4)

@@ -285,7 +285,7 @@ UNDER_WAY = "this pass over the data is still under way"
 
 
 @pytest.mark.parametrize("is_past", [False, True])
-def test_a_loader_killed_after_its_end(is_past: bool) -> None:
+def test_an_ended_loader_returns_if_its_ids_are_wanted(is_past: bool) -> None:
     """No other process can register them; what it has ended stays ended."""
     receiver, (stream,) = fed()
     last = ended(receiver, stream)
@@ -316,7 +316,7 @@ def test_a_loader_killed_after_its_end(is_past: bool) -> None:
 
 
 @pytest.mark.parametrize("is_past", [False, True])
-def test_of_several_ranks_none_lets_it_in(is_past: bool) -> None:
+def test_an_ended_stream_of_ranks_takes_no_loader(is_past: bool) -> None:
     """Another might take it for the next pass's, and neither pass would end."""
     receiver, (stream,) = fed(rank=1, world_size=2)
     asking = ask_again(receiver, stream, ended(receiver, stream, 1))
@@ -600,7 +600,9 @@ def test_a_loop_that_is_left_ends_the_child_soon(script: Path) -> None:
     assert time.monotonic() - begin < 5.0
 
 
-def test_workers_with_little_room(script: Path, tmp_path: Path, monkeypatch: Monkey) -> None:
+def test_workers_without_room_are_refused(
+    script: Path, tmp_path: Path, monkeypatch: Monkey
+) -> None:
     script.write_text(SENDS.format(count=3))
     config = tmp_path / "global.yml"
     config.write_text("embedding_worker_config: {forward_buffer_size: 5}\n")

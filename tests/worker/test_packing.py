@@ -126,7 +126,7 @@ def test_strict_ids_refuse_them_before_anything_has_changed() -> None:
         ),
     ],
 )
-def test_w22_bad_batches_are_refused_in_time(batch: IDFeatures, message: str) -> None:
+def test_w22_bad_batches_change_nothing(batch: IDFeatures, message: str) -> None:
     with faulty_cluster() as (worker, _):
         for call in (worker.register, worker.lookup_direct):
             with pytest.raises(DataError, match=message):

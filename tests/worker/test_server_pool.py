@@ -115,7 +115,7 @@ def test_w17_w30_a_restarted_server_is_configured_again(cluster: Cluster, caplog
     assert "embedding-parameter-server 1 was restarted and THE ROWS IT HELD ARE LOST" in line
 
 
-def test_a_server_restarted_before_training(cluster: Cluster, caplog: Log) -> None:
+def test_a_restart_before_training_loses_nothing(cluster: Cluster, caplog: Log) -> None:
     assert cluster.worker.get_embedding_size()
     cluster.restart(1)
     with caplog.at_level(logging.INFO):
