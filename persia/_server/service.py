@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.base.arrays import empty_floats, zero_floats
+from persia._core.base.arrays import empty_floats
 from persia._core.base.hashing import owners, route
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.request import kept_numbers
@@ -299,13 +299,13 @@ class ParameterServer:
         replies = []
         num_missing = 0
         for part in request.tables:
+            rows = empty_floats(len(part.signs), self._schema.tables[part.table].dim)
             if state is None:
-                rows = zero_floats(len(part.signs), self._schema.tables[part.table].dim)
+                rows.fill(0.0)
                 num_missing += len(part.signs)
             else:
-                kind = state.settings.kinds[part.table]
-                rows = empty_floats(len(part.signs), kind.dim)
-                num_missing += state.store.lookup_eval(part.signs, rows, dtype=kind.dtype)
+                dtype = state.settings.kinds[part.table].dtype
+                num_missing += state.store.lookup_eval(part.signs, rows, dtype=dtype)
             replies.append(TableRows(part.table, rows, None))
         return replies, num_missing
 

@@ -154,11 +154,9 @@ def _checked(model: Model) -> Model:
 
 # Of the keys by which each of the two files is known.
 _CONFIG_OF = {
-    "slots_config": "embedding",
-    "common_config": "global",
-    "embedding_worker_config": "global",
+    **dict.fromkeys(("slots_config", "slot_configs", "slot_config"), "embedding"),
+    **dict.fromkeys(("common_config", "embedded_config", "embedding_worker_config"), "global"),
     "embedding_parameter_server_config": "global",
-    "embedded_config": "global",
 }
 
 

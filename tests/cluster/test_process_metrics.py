@@ -76,7 +76,12 @@ def test_embedded_mode_has_a_port_if_one_is_asked_for() -> None:
                 train(other, 2)
                 assert readiness() == (200, "ok\n")
                 assert samples() == {None: SIZE, "2": 2 * SIZE}
-                first.close()  # each keeps its label: tests/metrics/test_registry.py
+                # Each keeps its label, else its counters would seem to go on from another's.
+                first.close()
+                assert samples() == {"2": 2 * SIZE}
+                with trained() as third:
+                    train(third, 3)
+                    assert samples() == {None: 3 * SIZE, "2": 2 * SIZE}
                 assert process_metrics.url() == url != ""
         assert process_metrics.url() == ""
         with pytest.raises(OSError, match="refused"):

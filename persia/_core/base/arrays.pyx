@@ -189,10 +189,3 @@ def empty_floats(*shape):
         <void *>((<size_t>PyArray_DATA(block) + LINE - 1) & ~<size_t>(LINE - 1)))
     set_array_base(array, block)
     return array
-
-
-def zero_floats(*shape):
-    """Return an f32 array of zeros of at most 4 dimensions that begins with a line."""
-    array = empty_floats(*shape)
-    array.fill(0.0)
-    return array

@@ -473,9 +473,7 @@ cdef class PoolCalls:
 def gather(rows, places, Py_ssize_t rounds, out):
     """Write the vector of each distinct id: f32 [U, dim] to ``out`` f32 [D, dim].
 
-    Raises:
-        DataTypeError: If an array has another dtype or layout.
-        DataError: If shapes or numbers do not fit each other; nothing is written.
+    Errors are those of ``PoolCalls``; nothing is written then.
     """
     cdef persia_bags_t bags
     cdef ndarray source = as_input(rows, "rows"), target = as_output(out, "out")
@@ -493,9 +491,7 @@ def gather(rows, places, Py_ssize_t rounds, out):
 def index_add(grad, const int64_t[::1] index not None, out):
     """Add row i of ``grad`` f32 [M, dim] to row ``index[i]`` of ``out`` f32 [K, dim].
 
-    Raises:
-        DataTypeError: If a matrix has another dtype or layout.
-        DataError: If shapes or numbers do not fit each other; nothing is written.
+    Errors are those of ``PoolCalls``; nothing is written then.
     """
     cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
     cdef const float *grad_at = <const float *> PyArray_DATA(source)

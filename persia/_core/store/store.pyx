@@ -25,7 +25,7 @@ from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport NO_ROW, uint32_t, uint64_t, uint8_t
 from persia._core.kernels.initial cimport Initializer
 from persia._core.kernels.optim cimport RowOptimizer
-from persia._core.shard.changes cimport LogBlock, changes_free
+from persia._core.shard.changes cimport changes_free
 from persia._core.shard.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_policy,
 )
@@ -66,7 +66,6 @@ MAX_SIDE_BYTES = 64 << 20
 MAX_LOG_BYTES = 64 << 20
 
 cdef enum:
-    LOG_BLOCKS = 2          # that a shard has to have; fewer would lose every epoch
     # Above this a hand-off is worth it; it may have to wake a thread.
     MIN_THREADED_SIGNS = 2048
     # Rows of a lookup that are more than this leave the cache before they are read.
@@ -141,8 +140,6 @@ cdef class EmbeddingStore:
             raise ConfigError(f"a policy comes twice in {self.policies}")
         if len(kinds) > MAX_POLICIES:
             raise ConfigError(f"a store has at most {MAX_POLICIES} policies, got {len(kinds)}")
-        if not 0 <= sketch_bytes < 2**63:
-            raise ConfigError(f"sketch_bytes must be in 0..2**63-1, got {sketch_bytes}")
         # Divided over shards; a remainder is worth a line each.
         self.sketch_bytes = sketch_bytes
         self.watch = Watch(self.num_shards)
@@ -511,11 +508,6 @@ cdef class EmbeddingStore:
                 raise MemoryError(f"shard {i} of {self.num_shards}")
 
     def open_changes(self, str name not None, *, max_bytes=MAX_LOG_BYTES):
-        if not self.num_shards * LOG_BLOCKS * sizeof(LogBlock) <= max_bytes < 2**63:
-            raise ConfigError(
-                f"max_bytes of the change log must be in "
-                f"{self.num_shards * LOG_BLOCKS * sizeof(LogBlock)}..2**63-1 for "
-                f"{self.num_shards} shards, got {max_bytes}")
         self.watch.open(name, max_bytes)
 
     def close_changes(self, str name not None):
@@ -524,10 +516,6 @@ cdef class EmbeddingStore:
     def begin_snapshot(
         self, changes=None, *, full=False, side_bytes=MAX_SIDE_BYTES, wait_seconds=10.0
     ):
-        if not 0 <= side_bytes < 2**63:
-            raise ConfigError(f"side_bytes must be in 0..2**63-1, got {side_bytes}")
-        if not 0.0 <= wait_seconds <= 3600.0:
-            raise ConfigError(f"wait_seconds must be in 0..3600, got {wait_seconds}")
         return self.watch.begin(self, changes, full, side_bytes, wait_seconds, self.clocks)
 
     def policy_stats(self):

@@ -151,7 +151,6 @@ def test_halving_moves_a_few_segments_a_request() -> None:
         ([("lru", "steps", 1 << 61)], {}, "a ttl must be"),
         ([("lru", None, 0)], {}, "twice"),
         ([("lru", "steps", n) for n in range(1, 65)], {}, "at most 64 policies"),
-        ([], {"sketch_bytes": -1}, "sketch_bytes must be"),
     ],
 )
 def test_policies_out_of_range(kinds: Any, arguments: dict[str, int], message: str) -> None:
