@@ -235,7 +235,7 @@ def send(socket, parts, size_t copied_bytes):
 
 
 def receive(socket, Py_ssize_t max_parts, size_t max_bytes, list received not None):
-    """Move one message from a socket to a list; False if there is none: ZMQ_FD signals the next.
+    """Move one message from a socket to a list; False if there is none (ZMQ_FD says when).
 
     It is added as its parts and "", or, dropped whole, as no parts and the reason. No signal is
     handled between the socket and the list, so no message is lost to an exception of a signal
