@@ -151,6 +151,9 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
 
     Returns the job's exit status; the script's own if it failed.
     """
+    if not 0 <= replica_index < replica_size:
+        expected = f"0..{replica_size - 1} for --replica-size {replica_size}"
+        raise ConfigError(f"--replica-index must be in {expected}, got {replica_index}")
     logger.info("runs %s", script.path)
     with ExitStack() as stack:
         events = stack.enter_context(watched_process())

@@ -327,13 +327,10 @@ def _check_room(directory: Path, config: ParameterServerConfig) -> None:
             f"{least / 1e6:.0f} MB and better the memory limit (docker: --shm-size)"
         )
     if limit > free:
-        logger.info(
-            "state_dir: %s has %.2f GB free, and the memory limit is %.2f GB: beyond that rows "
-            "will not outlive this process",
-            directory,
-            free / 1e9,
-            limit / 1e9,
+        text = (
+            "%s has %.2f GB free, the memory limit is %.2f GB: rows beyond are lost in a kill"
         )
+        logger.info(f"state_dir: {text}", directory, free / 1e9, limit / 1e9)
 
 
 def _parent() -> Parent | None:

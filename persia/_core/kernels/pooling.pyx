@@ -95,7 +95,7 @@ cdef enum Kind:
 cdef struct Call:
     Kind kind
     int mode
-    persia_bags_t bags          # of SCATTER_ADD places, rounds, dim, and num_ids: rows of source
+    persia_bags_t bags          # of SCATTER_ADD places, rounds, dim; num_ids: rows of source
     const float *source         # rows, or a gradient
     float *out
     int32_t *argmax             # written by POOL, read by POOL_GRAD; NULL but for max
@@ -412,7 +412,8 @@ cdef class PoolCalls:
         self.begin_part(<float *> PyArray_DATA(target), PyArray_SIZE(target))
 
     def pool_grad(
-        self, mode, grad, places, Py_ssize_t rounds, FeatureBatch ids not None, argmax, skip, out
+        self, mode, grad, places, Py_ssize_t rounds, FeatureBatch ids not None, argmax, skip,
+        out
     ):
         """Add a call to the part that was begun last: the gradient of ``pool``.
 
