@@ -327,10 +327,8 @@ def _check_room(directory: Path, config: ParameterServerConfig) -> None:
             f"{least / 1e6:.0f} MB and better the memory limit (docker: --shm-size)"
         )
     if limit > free:
-        text = (
-            "%s has %.2f GB free, the memory limit is %.2f GB: rows beyond are lost in a kill"
-        )
-        logger.info(f"state_dir: {text}", directory, free / 1e9, limit / 1e9)
+        text = "state_dir: %s: %.2f GB free, memory limit %.2f GB: rows beyond end with a kill"
+        logger.info(text, directory, free / 1e9, limit / 1e9)
 
 
 def _parent() -> Parent | None:

@@ -120,8 +120,6 @@ cdef class EmbeddingStore:
             raise ConfigError(f"capacity must be in 1..2**63-1 rows, got {capacity}")
         if not 1 <= num_shards <= MAX_SHARDS:
             raise ConfigError(f"num_shards must be in 1..{MAX_SHARDS}, got {num_shards}")
-        if not 0 <= memory_limit < 2**63:
-            raise ConfigError(f"memory_limit must be in 0..2**63-1 bytes, got {memory_limit}")
         if not 1 <= num_threads <= 1024:
             raise ConfigError(f"num_threads must be in 1..1024, got {num_threads}")
         self.capacity = capacity

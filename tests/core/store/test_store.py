@@ -308,7 +308,7 @@ def test_settings_out_of_range() -> None:
         {"capacity": 2**63},
         {"num_shards": 0},
     ]
-    wrong += [{"num_shards": 1025}, {"memory_limit": -1}, {"num_threads": 0}]
+    wrong += [{"num_shards": 1025}, {"num_threads": 0}]
     for setting in wrong:
         with pytest.raises(ConfigError, match=next(iter(setting))):
             EmbeddingStore(**({"capacity": 1} | setting))
