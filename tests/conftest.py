@@ -33,8 +33,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_environment_after() -> Iterator[None]:
-    before = dict(os.environ)
+    before, place = dict(os.environ), env._place
     yield
+    env._place = place
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
