@@ -134,10 +134,11 @@ class BatchPlanner:
                 self._plans[names] = plan
         if next(self._numbers) == UNSEEN_AFTER and self._unseen:
             _logger.warning(
-                "none of the first %d batches has %s of the embedding config: if the model "
-                "needs them, data-loaders have to send them; if not, take them out",
+                "%d of the embedding config's slots, such as %r, came in none of the first %d "
+                "batches: if the model needs them, send them; if not, take them out",
+                len(self._unseen),
+                min(self._unseen),
                 UNSEEN_AFTER,
-                ", ".join(map(repr, sorted(self._unseen)[:5])),
             )
         return plan
 

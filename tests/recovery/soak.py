@@ -42,7 +42,7 @@ from persia._rpc.stubs import RemoteParameterServer
 from persia.errors import ServiceError
 from persia.utils import sleep
 from tests.e2e.support import Job, Process, running_job, transport
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -187,9 +187,13 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
         kills: list[tuple[float, float, bool]] = []
         while len(kills) < num_kills:
             done = sum(client.num_updates for client in clients)
-            while sum(client.num_updates for client in clients) == done:
+
+            def goes_on(done: int = done) -> bool:
                 assert not any(each.done() for each in running)
-                sleep(0.005)
+                return sum(client.num_updates for client in clients) > done
+
+            until(goes_on)
+            # A kill comes at any moment: nothing is waited for, an event would tie it to one.
             sleep(chance.uniform(0.0, 0.2))
             kills.append(replace(made, processes, chance.randrange(NUM_SERVERS)))
             if show and len(kills) % 10 == 0:
