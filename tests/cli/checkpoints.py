@@ -11,7 +11,7 @@ from persia._files.catalog import new_id, publish
 from persia._files.manifest import Manifest
 from persia._files.part_writer import PartWriter
 from persia._files.storage import LocalStorage
-from tests.files.support import block, joined, schema
+from tests.files.support import block, manifest
 
 SHIFT = 56
 USERS, ITEMS, TAGS = ([(g + 1) << SHIFT | n for n in range(50)] for g in range(3))
@@ -25,20 +25,12 @@ def checkpoint(
     with PartWriter(storage, f"{identity}/server0") as writer:
         writer.add("table0", block(USERS[:num_users], seed=seed))
         if base is None:
-            writer.add("table0", joined([block(ITEMS)]))
+            writer.add("table0", block(ITEMS))
             writer.add("table1", block(TAGS, dim=3, words=3, dtype="bfloat16"))
         parts = writer.finish()
-    manifest = Manifest(
-        id=identity,
-        kind="full" if base is None else "delta",
-        base=base,
-        step=3,
-        num_servers=1,
-        schema=schema(),
-        parts=parts,
-    )
-    publish(storage, manifest)
-    return manifest
+    made = manifest(identity, base, step=3, parts=parts)
+    publish(storage, made)
+    return made
 
 
 def run(*arguments: object) -> Result:

@@ -35,9 +35,9 @@ WINDOW_S = 2.0
 START_S = 200.0
 
 
-def svg(drawn: RenderableType, title: str, width: int = 112) -> str:
+def svg(drawn: RenderableType, title: str) -> str:
     """Return a terminal's picture, without the fonts that it would fetch."""
-    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    console = Console(file=io.StringIO(), record=True, width=112, force_terminal=True)
     console.print(drawn)
     text = console.export_svg(title=title, unique_id="persia")
     return re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)
@@ -89,7 +89,7 @@ def draw_doctor(folder: Path) -> Path:
     return path
 
 
-def draw_page(path: Path, words: str, width: int = 1280, height: int = 960) -> Path:
+def draw_page(path: Path, words: str, width: int, height: int) -> Path:
     """Write the picture of the page that Python, with these words, writes in SITE."""
     with tempfile.TemporaryDirectory() as directory:
         site, picture = Path(directory) / "site", Path(directory) / path.name
@@ -100,20 +100,12 @@ def draw_page(path: Path, words: str, width: int = 1280, height: int = 960) -> P
     return path
 
 
-def draw_report(folder: Path) -> Path:
-    """Write the picture of a training report, of the quickstart's run."""
-    words = "examples/quickstart/train.py --quiet --samples 200000 --report SITE/index.html"
-    return draw_page(folder / "report.png", words, 1240, 1950)
-
-
-def draw_home(folder: Path) -> Path:
-    """Write the picture of the first page of the site."""
-    words = "-m mkdocs build --strict --quiet --site-dir SITE"
-    return draw_page(folder / "home.png", words)
-
-
-PICTURES = (draw_top, draw_doctor, draw_report, draw_home)
+QUICKSTART = "examples/quickstart/train.py --quiet --samples 200000 --report SITE/index.html"
+HOME = "-m mkdocs build --strict --quiet --site-dir SITE"
 
 if __name__ == "__main__":
-    for draw in PICTURES:
-        print(draw(Path(sys.argv[1])))
+    folder = Path(sys.argv[1])
+    print(draw_top(folder))
+    print(draw_doctor(folder))
+    print(draw_page(folder / "report.png", QUICKSTART, 1240, 1950))
+    print(draw_page(folder / "home.png", HOME, 1280, 960))

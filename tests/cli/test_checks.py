@@ -40,6 +40,7 @@ from persia.embedding.optim import Adam
 from persia.errors import ConfigError, DataError
 from persia.utils import total_memory_bytes
 from persia.version import __version__
+from tests.support.fixtures import Log, Monkey
 from tests.support.processes import loopback_host
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 8}, "item": {"dim": 32}}})
@@ -69,7 +70,7 @@ def test_what_is_wrong_in_a_file_has_file_and_line(tmp_path: Path) -> None:
         assert found.todo == "correct the path"
 
 
-def test_variables_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_cannot_be_read(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "abc")
     monkeypatch.setenv("PERSIA_NN_WORKRS", "a:1")
     monkeypatch.setenv("PERSIA_SOURCE", "/persia")
@@ -133,7 +134,7 @@ def _memory(rows: dict[str, int], **settings: object) -> list[tuple[str, str]]:
     return bad(_found_of_memory(rows, **settings))
 
 
-def test_memory_that_is_not_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_there_is_found(monkeypatch: Monkey) -> None:
     monkeypatch.delenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", raising=False)
     assert _memory({}) == []
     assert _memory({"user": 1000}, memory_limit="1GiB") == []
@@ -242,9 +243,7 @@ def test_a_script_is_run_up_to_its_first_batch(tmp_path: Path) -> None:
         read_sample(script)
 
 
-def test_what_does_not_end_is_said_to_be_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_end_is_said_to_be_slow(tmp_path: Path, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(checks, "_TORCH_S", 0.01)
     monkeypatch.setattr(checks, "_SCRIPT_S", 0.01)
     (slow,) = [one for one in check_machine(huge_pages=tmp_path) if one.check == "torch"]
@@ -258,7 +257,7 @@ def test_what_does_not_end_is_said_to_be_slow(
 
 
 @pytest.mark.usefixtures("lists")
-def test_ports_names_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_names_and_lists(monkeypatch: Monkey) -> None:
     findings = [*check_network("")]
     assert bad(findings) == []
     assert sum("not running yet" in one.text for one in findings) == 3
@@ -281,7 +280,7 @@ def test_ports_names_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("lists")
-def test_versions_and_configs_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_configs_that_disagree(monkeypatch: Monkey) -> None:
     version, fingerprint = __version__, "{}"
 
     def hello(role: Role, address: str) -> Hello:
@@ -301,7 +300,7 @@ def test_versions_and_configs_that_disagree(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("no_torch")
-def test_huge_pages_and_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_and_kernels(tmp_path: Path, monkeypatch: Monkey) -> None:
     monkeypatch.delenv("PERSIA_ISA", raising=False)
     place = tmp_path / "enabled"
     for text, expected in (("always [madvise] never", 0), ("always madvise [never]", 1)):
@@ -314,9 +313,7 @@ def test_huge_pages_and_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("lists")
-def test_a_probe_is_no_stranger_to_a_service(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_probe_is_no_stranger_to_a_service(monkeypatch: Monkey, caplog: Log) -> None:
     with closing(Stream(0, 1, 4, f"tcp://{loopback_host()}:0")) as stream:
         monkeypatch.setenv("PERSIA_NN_WORKERS", stream.address.removeprefix("tcp://"))
         assert bad([*check_network("")]) == []

@@ -14,6 +14,7 @@ import pytest
 from persia._cli.run import Child, dump_call
 from persia._process_exit import RUN, End, first_failure
 from tests.support import processes
+from tests.support.fixtures import Log, Monkey
 from tests.support.waiting import until
 
 
@@ -81,7 +82,7 @@ def test_how_a_child_ends(code: str, end: End) -> None:
 
 
 def test_a_child_that_configures_servers_and_variables_that_are_removed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Monkey,
 ) -> None:
     monkeypatch.setenv("RANK", "7")
     code = f"import os; {NOTES} mark_participated(); raise SystemExit('RANK' in os.environ)"
@@ -90,9 +91,7 @@ def test_a_child_that_configures_servers_and_variables_that_are_removed(
         assert child.has_participated
 
 
-def test_a_child_that_does_not_end_in_time_is_killed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_child_that_does_not_end_in_time_is_killed(caplog: Log) -> None:
     ignores = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     code = f"{ignores}; {NOTES} mark_participated(); signal.pause()"
     with closing(Child(["-c", code])) as child:

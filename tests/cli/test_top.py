@@ -21,6 +21,7 @@ from tests.cli.pictures import draw_doctor, draw_top, whole_frame
 from tests.cluster.place import hosts_of
 from tests.metrics.job import text_of, training_job
 from tests.support import web
+from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT, loopback_host, run
 
 HOST = loopback_host()
@@ -91,9 +92,7 @@ def test_a_process_that_two_addresses_lead_to_is_shown_once() -> None:
     assert [(one.role, one.replica) for one in found] == [(TRAINER, 0)]
 
 
-def test_of_a_name_of_several_hosts_no_port_behind_is_expected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_a_name_of_several_hosts_no_port_behind_is_expected(monkeypatch: Monkey) -> None:
     hosts = [HOST, f"{HOST.rpartition('.')[0]}.99"]
     hosts_of(monkeypatch, {"workers": hosts, **{host: [host] for host in hosts}})
     with answering(lambda _: text_of(WORKER, 0)) as port:
@@ -151,7 +150,7 @@ def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> 
             thread.join()
 
 
-def test_places_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_those_of_the_lists(monkeypatch: Monkey) -> None:
     def places(*named: str) -> set[tuple[str, int, str, int, bool]]:
         return {
             (one.role, one.index, one.host, one.port, one.is_listed)
@@ -192,7 +191,7 @@ def test_places_are_those_of_the_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         places("here")
 
 
-def test_a_frame_says_of_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_says_of_which_run_it_is(monkeypatch: Monkey) -> None:
     monkeypatch.delenv("PERSIA_RUN_ID", raising=False)
     with (
         answering(lambda _: text_of(WORKER, 0, "ours")) as one,

@@ -10,19 +10,18 @@ from typing import Any
 
 from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.methods import Role, parameter_server
-from persia._rpc.server import Server, serve
-from persia._rpc.zmq_transport import ZmqTransport
+from persia._rpc.server import Server
+from tests.rpc.support import PATIENCE_S as PATIENCE_S
+from tests.rpc.support import Wire
 from tests.support.fixtures import Monkey as Monkey
-
-# Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 20.0
 
 
 class Place:
     """A transport, and servers that answer nothing but ``hello``."""
 
     def __init__(self, directory: Path) -> None:
-        self.transport = ZmqTransport()
+        self._wire = Wire("ipc", directory)
+        self.transport = self._wire.transport
         self.directory = directory
         self.servers: list[Server] = []
 
@@ -38,11 +37,10 @@ class Place:
         role: Role | None = None,
         fingerprint: str = "f",
     ) -> Server:
-        server = serve(
-            self.transport,
-            address or self.ipc(number),
-            role or parameter_server(),
+        server = self._wire.serve(
             object(),
+            address or self.ipc(number),
+            role=role or parameter_server(),
             replica_index=number,
             replica_size=size,
             schema_fingerprint=fingerprint,
@@ -54,9 +52,7 @@ class Place:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self.servers:
-            server.stop()
-        self.transport.close()
+        self._wire.close()
 
     def at_hosts(self, *numbers: int, size: int) -> int:
         """Serve numbers of a set at 127.0.0.1, 127.0.0.2, ...; returns the port."""

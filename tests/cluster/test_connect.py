@@ -13,6 +13,7 @@ from persia._cluster import connect
 from persia._cluster.connect import listening_address
 from persia.errors import ConfigError
 from tests.cluster.place import Monkey, Place
+from tests.support.fixtures import Log
 
 
 def test_the_old_name_of_the_embedding_workers_counts(monkeypatch: Monkey) -> None:
@@ -80,9 +81,7 @@ def test_where_a_rank_listens(monkeypatch: Monkey, listed: str, rank: int, want:
         listening_address("nn-worker", rank)
 
 
-def test_nats_is_ignored_with_one_line(
-    place: Place, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nats_is_ignored_with_one_line(place: Place, monkeypatch: Monkey, caplog: Log) -> None:
     monkeypatch.setattr(connect, "_nats_warning", threading.Lock())
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://nowhere:4222")
     place.serve(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from unittest.mock import Mock
 
 from persia._cluster import job
 from persia._cluster.job import Event, announce_job_end, watched_process
@@ -38,14 +39,10 @@ def test_a_server_that_comes_back_while_the_job_ends_is_told(
 
 def test_signals_and_failures_come_one_after_the_other() -> None:
     error = ValueError("lost my mind")
-
-    def fail() -> None:
-        raise error
-
     before = signal.getsignal(signal.SIGTERM), threading.excepthook
     with watched_process() as events:
         os.kill(os.getpid(), signal.SIGTERM)
-        thread = threading.Thread(target=fail)
+        thread = threading.Thread(target=Mock(side_effect=error))
         thread.start()
         thread.join()
         assert events.get(timeout=10) == Event("signal", signal.SIGTERM)

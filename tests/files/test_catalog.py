@@ -5,9 +5,10 @@ A disk that fails at any write, fsync, rename, mkdir or unlink is under all of i
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,7 @@ from tests.files.support import Rows, dump, loaded, manifest, row, rows_of, writ
 from tests.support.profiles import tries
 
 ROWS = {sign: row(sign, 1) for sign in range(5)}
-
-
 SIGNS = st.sets(st.integers(1, 12).map(lambda n: n << 52 | n), min_size=1, max_size=4)
-
-
 FAULTS = st.tuples(st.sampled_from(["power", "error", None]), st.integers(0, 90))
 
 
@@ -143,39 +140,39 @@ class CatalogMachine(RuleBasedStateMachine):
 
 
 TestCatalogMachine = CatalogMachine.TestCase
-
-
 TestCatalogMachine.settings = tries(30, stateful_step_count=15)
+
+
+def failing_later() -> Iterator[tuple[int, Disk, LocalStorage]]:
+    """A fresh disk each time, and a number that grows."""
+    for number in itertools.count():
+        disk = Disk()
+        yield number, disk, LocalStorage("/data", disk)
 
 
 @pytest.mark.parametrize("failure", ["power", "error"])
 def test_w19_a_writer_that_dies_anywhere_leaves_the_last_checkpoint(failure: str) -> None:
     """Also W-18: a delta whose writer died is none, and the next one has its changes."""
-    rows = {sign: row(sign, 1) for sign in range(5)}
     later = {sign: row(sign, 2) for sign in range(3, 6)}
-    fail_at, num_failed = 0, 0
-    while True:
-        disk = Disk()
-        storage = LocalStorage("/data", disk)
-        first = dump(storage, rows).id
+    for fail_at, disk, storage in failing_later():
+        first = dump(storage, ROWS).id
         disk.arm(fail_at, failure)
         try:
             dump(storage, later, base=first, deleted={0})
         except (PowerFailure, CheckpointError):
-            num_failed += 1
+            pass
         else:
             break
         if failure == "power":
             disk.restart(random.Random(fail_at))
         disk.arm(-1, None)
-        assert loaded(storage, first) == rows_of(rows.values())
+        assert loaded(storage, first) == rows_of(ROWS.values())
         again = dump(storage, later, base=first, deleted={0})
-        assert loaded(storage) == rows_of(v for s, v in {**rows, **later}.items() if s)
+        assert loaded(storage) == rows_of(v for s, v in {**ROWS, **later}.items() if s)
         keep_last(storage, 1)
         kept = [first, again.id]
         assert sorted(storage.list()) == sorted([*kept, *(f"{name}.json" for name in kept)])
-        fail_at += 1
-    assert num_failed == fail_at > 20
+    assert fail_at > 20
 
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="a system without O_DIRECT")
@@ -300,10 +297,7 @@ def test_what_is_published_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failure", ["error", "power"])
 def test_what_a_failed_dump_wrote_is_removed(failure: str) -> None:
     """Whatever fails: afterwards the checkpoint is there whole, or nothing of it is."""
-    fail_at = 0
-    while True:
-        disk = Disk()
-        storage = LocalStorage("/data", disk)
+    for fail_at, disk, storage in failing_later():
         first = dump(storage, ROWS, num_servers=1).id
         before = storage.list()
         disk.arm(fail_at, "error")
@@ -327,16 +321,12 @@ def test_what_a_failed_dump_wrote_is_removed(failure: str) -> None:
                 assert discard(storage, left)
             disk.arm(-1, None)
         assert storage.list() == before
-        fail_at += 1
     assert fail_at > 10
 
 
 def test_removing_may_die_anywhere_too() -> None:
     """What is still there loads whole; done again, the rest goes."""
-    fail_at = 0
-    while True:
-        disk = Disk()
-        storage = LocalStorage("/data", disk)
+    for fail_at, disk, storage in failing_later():
         first = dump(storage, {1: row(1, 1)}, num_servers=1)
         dump(storage, {2: row(2, 1)}, base=first.id, num_servers=1)
         last = dump(storage, {3: row(3, 1)}, num_servers=1)
@@ -352,5 +342,4 @@ def test_removing_may_die_anywhere_too() -> None:
             verify(storage, identity)
         keep_last(storage, 1)
         assert storage.list() == [last.id, f"{last.id}.json"]
-        fail_at += 1
     assert fail_at > 8

@@ -23,6 +23,11 @@ from tests.files.support import written
 Change = Callable[[dict[str, Any]], object]
 
 
+def part(**changes: Any) -> Change:
+    """Another value of the first part's."""
+    return lambda m: m["parts"][0].update(changes)
+
+
 # A field that the message has to name, and what to do to it.
 WRONG: list[tuple[str, Change]] = [
     ("format", lambda m: m.update(format="other")),
@@ -40,13 +45,32 @@ WRONG: list[tuple[str, Change]] = [
     ("parts", lambda m: m.pop("parts")),
     ("parts", lambda m: m.update(parts={})),
     ("parts[0]", lambda m: m["parts"].__setitem__(0, 3)),
-    ("parts[0].table", lambda m: m["parts"][0].update(table="table9")),
-    ("parts[0].server", lambda m: m["parts"][0].update(server=1)),
-    ("parts[0]", lambda m: m["parts"][0].update(dim=8)),
+    ("parts[0].table", part(table="table9")),
+    ("parts[0].server", part(server=1)),
+    ("parts[0]", part(dim=8)),
     ("files", lambda m: m["files"].update({"a/b": m["files"]["dense.pt"]})),
     ("files.dense.pt.path", lambda m: m["files"]["dense.pt"].pop("path")),
     ("deleted", lambda m: m.update(deleted=None)),
     ("schema.prefix_bits", lambda m: m["schema"].update(prefix_bits=64)),
+    ("parts[0].path", part(path="../../passwd")),
+    ("parts[0].path", part(path="/etc/passwd")),
+    ("parts[0].path", part(path="a//b")),
+    ("parts[0].path", part(path="a\n")),
+    ("parts[0].path", part(path="a" * 201)),
+    ("parts[0].bytes", part(bytes=-1)),
+    ("parts[0].xxh3_128", part(xxh3_128="00")),
+    ("parts[0].rows", part(rows="3")),
+    ("parts[0].rows", part(rows=7.0)),
+    ("parts[0].buckets", part(buckets=[5, 5])),
+    ("parts[0].buckets", part(buckets=[0, 16385])),
+    ("parts[0].buckets", part(buckets=[0, True])),
+    ("parts[0].buckets", part(buckets=[0])),
+    ("parts[0].buckets", part(buckets=None)),
+    ("parts[0].dtype", part(dtype="float64")),
+    ("parts[0].dim", part(dim=0)),
+    ("parts[0].max_order", part(max_order=1 << 64)),
+    ("parts[0].server", part(server=1 << 14)),
+    ("parts[0].other", part(other=8)),
 ]
 
 

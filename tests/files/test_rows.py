@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,11 +63,8 @@ def test_what_changed_later_goes_later_when_chains_are_joined(storage: LocalStor
 def test_a_rewrite_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: Monkey) -> None:
     source = LocalStorage(tmp_path / "from")
     dump(source, {sign: row(sign, 1) for sign in range(5)})
-
-    def fails(*_: object) -> None:
-        raise CheckpointError("No space left on device")
-
-    monkeypatch.setattr("persia._files.rows.publish", fails)
+    full = Mock(side_effect=CheckpointError("No space left on device"))
+    monkeypatch.setattr("persia._files.rows.publish", full)
     with pytest.raises(CheckpointError, match="No space"):
         rewrite(source, LocalStorage(tmp_path / "to"))
     assert list((tmp_path / "to").iterdir()) == []

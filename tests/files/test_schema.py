@@ -23,9 +23,6 @@ def test_numbers_of_options_are_kept_as_they_were_written() -> None:
     assert repr(read["tables"]["table0"]["options"]) == "{'lr': 1, 'eps': 0.5, 'on': True}"
 
 
-Change = Callable[[dict[str, Any]], object]
-
-
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -44,7 +41,7 @@ Change = Callable[[dict[str, Any]], object]
         ("tables.table0.options.lr", lambda s: s["tables"]["table0"]["options"].update(lr="1")),
     ],
 )
-def test_a_wrong_value_is_named(field: str, change: Change) -> None:
+def test_a_wrong_value_is_named(field: str, change: Callable[[Any], object]) -> None:
     written = copy.deepcopy(schema().to_json())
     change(written)
     with pytest.raises(CheckpointError, match=rf"^m.json: {re.escape(field)}: "):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -117,11 +118,8 @@ def test_memory_of_another_size_is_not_kept() -> None:
     assert len(memory.take(64 << 20)) == 64 << 20
 
 
-def fails(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-
 def test_memory_without_huge_pages_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     small = type("SmallPages", (mmap.mmap,), {"madvise": fails})
     stands_for: Any = SimpleNamespace(**{**vars(mmap), "mmap": small, "MADV_HUGEPAGE": 14})
     monkeypatch.setattr(module, "mmap", stands_for)

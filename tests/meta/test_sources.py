@@ -40,11 +40,10 @@ def test_only_env_reads_the_environment() -> None:
     assert not found_in_sources(reads_of_the_environment, pattern, PACKAGE / "env.py")
 
 
-def asserts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    return ((n.lineno, "assert") for n in ast.walk(tree) if isinstance(n, ast.Assert))
-
-
 def test_nothing_is_asserted_in_the_package() -> None:
+    def asserts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+        return ((n.lineno, "assert") for n in ast.walk(tree) if isinstance(n, ast.Assert))
+
     assert not found_in_sources(asserts, r"^\s*assert\b")
 
 

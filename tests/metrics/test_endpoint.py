@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from persia.config import GlobalConfig
 from persia.errors import ConfigError
 from tests.metrics.job import fetch
 from tests.support import web
+from tests.support.fixtures import Log, Monkey
 from tests.support.waiting import until
 
 DEADLINE_S = 30.0
@@ -61,9 +63,7 @@ def test_it_answers_three_questions() -> None:
 
 
 def test_a_question_that_fails_is_answered() -> None:
-    def fail() -> str:
-        raise ConfigError("what it is")
-
+    fail = Mock(side_effect=ConfigError("what it is"))
     with (
         env.changed(PERSIA_METRICS_PORT=0),
         closing(Endpoint(SERVER, 0, list, fail, fail)) as served,
@@ -120,7 +120,7 @@ def test_a_stranger_learns_little_and_holds_nobody_up() -> None:
             assert fetch(f"{served.url}/healthz") == (200, "ok\n")
 
 
-def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(endpoints, "_REQUEST_S", 0.3)
     with env.changed(PERSIA_METRICS_PORT=0), closing(endpoint()) as served:
         port = int(served.url.rpartition(":")[2])
@@ -138,7 +138,7 @@ def test_who_sends_byte_by_byte_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_off_is_off_and_the_run_keeps_its_name_wherever_its_script_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Monkey
 ) -> None:
     (tmp_path / "clicks").mkdir()
     monkeypatch.chdir(tmp_path / "clicks")
@@ -195,9 +195,7 @@ def test_w68_roles_of_a_host_do_not_replace_each_other() -> None:
     assert len(paths) == 4
 
 
-def test_w68_a_gateway_that_is_not_there_costs_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_w68_a_gateway_that_is_not_there_costs_one_line(caplog: Log) -> None:
     """The original warned every ten seconds, and was on by default."""
     with env.changed(PERSIA_METRICS_GATEWAY_ADDR="127.0.0.1:1", PERSIA_METRICS_PORT="off"):
         served = endpoint(SERVER, 0, every_s=0.001)

@@ -11,9 +11,9 @@ from persia.errors import InternalError
 ROWS = "persia_rows"
 
 
-def source(value: float, of: object, replica: int = 0, name: str = ROWS) -> MetricSource:
+def source(value: float, of: object, name: str = ROWS) -> MetricSource:
     role = "embedding-parameter-server"
-    return MetricSource(role, replica, "rows", of, lambda: [Sample(name, value)])
+    return MetricSource(role, 0, "rows", of, lambda: [Sample(name, value)])
 
 
 def test_a_component_that_two_contexts_name_is_read_once() -> None:
@@ -21,18 +21,6 @@ def test_a_component_that_two_contexts_name_is_read_once() -> None:
     metrics = Metrics(lambda: [source(3, one), source(3, one)], with_process=False)
     assert metrics.value(ROWS) == 3
     assert 'persia_rows{replica="0",role="embedding-parameter-server"} 3.0' in metrics.text()
-
-
-def test_a_second_source_has_a_label_and_keeps_it() -> None:
-    one, other = object(), object()
-    sources = [source(3, one), source(5, other)]
-    metrics = Metrics(lambda: sources, with_process=False)
-    assert metrics.value(ROWS, context="2") == 5
-    del sources[0]
-    assert metrics.value(ROWS, context="2") == 5
-    sources.append(source(7, one, replica=1))
-    assert metrics.value(ROWS, replica="1") == 7
-    assert metrics.value(ROWS) == 12
 
 
 def test_a_name_beyond_the_catalogue_is_a_defect() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +21,9 @@ WAITING = pytest.mark.parametrize(
 )
 
 
-def made(kind: str, place: Path) -> Iterator[Wire]:
-    wire = Wire(kind, place)
-    yield wire
-    wire.close()
+def made(kind: str, place: Path, **options: float) -> Iterator[Wire]:
+    with contextlib.closing(Wire(kind, place, **options)) as wire:
+        yield wire
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -39,3 +39,9 @@ def ipc_wire(tmp_path: Path) -> Iterator[Wire]:
 @pytest.fixture
 def tcp_wire(tmp_path: Path) -> Iterator[Wire]:
     yield from made("tcp", tmp_path)
+
+
+@pytest.fixture
+def silence_wire(tmp_path: Path) -> Iterator[Wire]:
+    """One that notices silence soon."""
+    yield from made("tcp", tmp_path, silence_s=0.4)

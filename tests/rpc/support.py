@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import socket as sockets
 import threading
 import weakref
@@ -34,31 +35,60 @@ PATIENCE_S = 20.0
 
 
 class Wire:
-    """A transport with addresses that are free."""
+    """A transport, addresses that are free, and what is closed with it, the newest first."""
 
     def __init__(self, kind: str, directory: Path, **options: Any) -> None:
         self.kind = kind
         self.transport = ZmqTransport(**options)
         self._directory = directory
-        self._num_addresses = 0
-        self._servers: list[Server] = []
-
-    def serve(self, service: Toy, address: str | None = None, **options: Any) -> Server:
-        """Start a server, which is stopped as this is closed."""
-        where = address or self.address()
-        self._servers.append(serve(self.transport, where, TOY, service, **options))
-        return self._servers[-1]
-
-    def close(self) -> None:
-        for server in self._servers:
-            server.stop()
-        self.transport.close()
+        self._numbers = itertools.count()
+        self._made = contextlib.ExitStack()
+        self._made.callback(self.transport.close)
 
     def address(self) -> str:
-        self._num_addresses += 1
         if self.kind == "tcp":
             return "tcp://127.0.0.1:0"
-        return f"ipc://{self._directory}/{self._num_addresses}"
+        return f"ipc://{self._directory}/{next(self._numbers)}"
+
+    def serve(self, service: Any, address: str | None = None, **options: Any) -> Server:
+        role = options.pop("role", TOY)
+        where = address or self.address()
+        server = serve(self.transport, where, role, service, **options)
+        self._made.callback(server.stop)
+        return server
+
+    def serve_toy(
+        self, address: str | None = None, **settings: int
+    ) -> tuple[Server, ToyService]:
+        service = ToyService()
+        server = self.serve(service, address, settings=ServerLimits(**settings))
+        self._made.callback(service.permits.release, 1000)
+        return server, service
+
+    def client(self, server: Server | str, **options: Any) -> Client:
+        address = server if isinstance(server, str) else server.address
+        values: dict[str, Any] = {"role": TOY, "timeout_s": PATIENCE_S, "replica": 0} | options
+        made = Client(self.transport, address, **values)
+        return self._made.enter_context(contextlib.closing(made))
+
+    def toy(self, **settings: int) -> tuple[Server, ToyService, Client]:
+        """A server, and a client that has met it."""
+        server, service = self.serve_toy(None, **settings)
+        client = self.client(server)
+        client.hello()
+        return server, service, client
+
+    def remote(self, stub: Any, service: Any) -> Any:
+        """A stub of a server that serves this object."""
+        server = self.serve(service, role=stub._role())
+        made = stub.connect(self.transport, server.address, timeout_s=PATIENCE_S)
+        return self._made.enter_context(contextlib.closing(made))
+
+    def peer(self, server: Server, **options: int) -> RawPeer:
+        return self._made.enter_context(raw_peer(server.address, **options))
+
+    def close(self) -> None:
+        self._made.close()
 
 
 class Toy(Protocol):
@@ -75,10 +105,7 @@ class Toy(Protocol):
 
 
 TOY = role_of(
-    "toy",
-    Toy,
-    always="add fail echo fill wrong clear_embeddings",
-    never="add_once hold",
+    "toy", Toy, always="add fail echo fill wrong clear_embeddings", never="add_once hold"
 )
 
 
@@ -148,26 +175,22 @@ def watched(num_bytes: int) -> tuple[np.ndarray[Any, Any], threading.Event]:
 
 def same(one: Any, two: Any) -> bool:
     """Bit-equal, of the same types, all the way down."""
-    if isinstance(one, FeatureBatch):
-        pairs = zip(one.parts(), two.parts(), strict=True)
-        return one.name == two.name and all(same(a, b) for a, b in pairs)
-    if isinstance(one, np.ndarray):
-        return (
-            isinstance(two, np.ndarray)
-            and one.dtype == two.dtype
-            and one.shape == two.shape
-            and one.tobytes() == two.tobytes()
-        )
-    if isinstance(one, Mapping):
-        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
-    if type(one) is not type(two):
-        return False
-    if dataclasses.is_dataclass(one):
-        names = [field.name for field in dataclasses.fields(one)]
-        return all(same(getattr(one, name), getattr(two, name)) for name in names)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(same, one, two))
-    return bool(one == two)
+    return bool(_content(one) == _content(two))
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, FeatureBatch):
+        return FeatureBatch, value.name, _content(value.parts())
+    if isinstance(value, np.ndarray):
+        return np.ndarray, value.dtype, value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return {key: _content(one) for key, one in value.items()}
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return type(value), [_content(getattr(value, field.name)) for field in fields]
+    if isinstance(value, (list, tuple)):
+        return type(value), [_content(one) for one in value]
+    return type(value), value
 
 
 def message_classes() -> list[Any]:
@@ -204,52 +227,16 @@ def schema_text() -> str:
 
 
 @contextlib.contextmanager
-def make_client(wire: Wire, server: Server | str, **options: Any) -> Iterator[Client]:
-    address = server if isinstance(server, str) else server.address
-    client = Client(
-        wire.transport, address, TOY, **({"timeout_s": PATIENCE_S, "replica": 0} | options)
-    )
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-@contextlib.contextmanager
-def toy_server(
-    wire: Wire, address: str | None = None, **settings: int
-) -> Iterator[tuple[Server, ToyService]]:
-    service = ToyService()
-    server = wire.serve(service, address, settings=ServerLimits(**settings))
-    try:
-        yield server, service
-    finally:
-        service.permits.release(1000)
-        server.stop()
-
-
-@contextlib.contextmanager
-def toy(wire: Wire) -> Iterator[tuple[Client, ToyService]]:
-    """A client that has met its server, and what serves it."""
-    with toy_server(wire) as (server, service), make_client(wire, server) as client:
-        client.hello()
-        yield client, service
-
-
-@contextlib.contextmanager
 def busy(wire: Wire, **settings: int) -> Iterator[tuple[Server, ToyService, Client]]:
     """A server with a call that holds, until a permit comes or this ends."""
-    with (
-        toy_server(wire, None, **settings) as (server, service),
-        make_client(wire, server) as client,
-    ):
-        with ThreadPoolExecutor(1) as pool:
-            held = pool.submit(client.call, "hold", 1)
-            service.await_held()
-            yield server, service, client
-            service.permits.release()
-            assert held.result(PATIENCE_S) == 1
-        assert client.call("hello").role == "toy"
+    server, service, client = wire.toy(**settings)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(client.call, "hold", 1)
+        service.await_held()
+        yield server, service, client
+        service.permits.release()
+        assert held.result(PATIENCE_S) == 1
+    assert client.call("hello").role == "toy"
 
 
 def tcp_of(server: Server) -> sockets.socket:
@@ -273,10 +260,8 @@ class RawPeer:
     def send(self, parts: Sequence[Part]) -> None:
         self.socket.send_multipart(parts)
 
-    def call(
-        self, call_id: int, method: str, *arguments: Any, timeout_ms: int = 20_000
-    ) -> None:
-        self.send(encode(Call(call_id, method, timeout_ms, list(arguments))))
+    def call(self, call_id: int, method: str, *arguments: Any) -> None:
+        self.send(encode(Call(call_id, method, 20_000, list(arguments))))
 
     def receive(self) -> Message:
         return decode(self.socket.recv_multipart())
@@ -289,10 +274,10 @@ class RawPeer:
             if message.call_id == call_id:
                 return message
 
-    def settle(self, call_id: int = 1 << 40) -> Reply | Failure:
+    def settle(self) -> Reply | Failure:
         """Return when the server has taken all that was sent before."""
-        self.call(call_id, "hello")
-        return self.answer(call_id)
+        self.call(1 << 40, "hello")
+        return self.answer(1 << 40)
 
     def close(self) -> None:
         self.socket.close(linger=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from persia import env
 from persia._rpc import client as client_module
 from persia._rpc import zmq_socket
 from persia._rpc.client import Client
-from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import (
     ConfigError,
     DataTypeError,
@@ -26,49 +24,36 @@ from persia.errors import (
     WrongReplica,
 )
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import (
-    PATIENCE_S,
-    TOY,
-    ToyService,
-    Wire,
-    busy,
-    make_client,
-    place,
-    toy_server,
-)
+from tests.rpc.support import PATIENCE_S, ToyService, Wire, busy, place
+from tests.support.fixtures import Monkey
+from tests.support.streams import Background
 
 
 def test_nobody_there_is_unavailable_and_named(wire: Wire) -> None:
     address = wire.address().replace(":0", ":1")  # port 1 is free
-    with (
-        make_client(wire, address, timeout_s=0.05, replica=3) as client,
-        pytest.raises(ServiceUnavailable, match=r"toy 3 at .*no connection") as caught,
-    ):
+    client = wire.client(address, timeout_s=0.05, replica=3)
+    with pytest.raises(ServiceUnavailable, match=r"toy 3 at .*no connection") as caught:
         client.call("add", 1)
     assert place(caught.value) == ("toy", 3, address, "add")
 
 
 @WAITING
 def test_no_answer_is_a_timeout_and_named(wire: Wire) -> None:
-    with toy_server(wire) as (server, service), make_client(wire, server) as client:
-        client.hello()
-        with pytest.raises(ServiceTimeout, match=r"no answer to hold within 0.4 s") as caught:
-            client.call("hold", 1, timeout_s=0.4)
-        assert place(caught.value) == ("toy", 0, server.address, "hold")
-        service.permits.release()
-        assert client.call("add", 1) == 1
+    server, service, client = wire.toy()
+    with pytest.raises(ServiceTimeout, match=r"no answer to hold within 0.4 s") as caught:
+        client.call("hold", 1, timeout_s=0.4)
+    assert place(caught.value) == ("toy", 0, server.address, "hold")
+    service.permits.release()
+    assert client.call("add", 1) == 1
 
 
 def test_busy_is_tried_again(wire: Wire) -> None:
-    with (
-        busy(wire, num_threads=1, calls=1) as (_, service, client),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        added = pool.submit(client.call, "add_once", 5)
+    with busy(wire, num_threads=1, calls=1) as (_, service, client):
+        added = Background(lambda: client.call("add_once", 5))
         while client.stats().get("busy", 0) < 2:
             client.hello()
         service.permits.release()
-        assert added.result(PATIENCE_S) == 5
+        assert added.result() == 5
 
 
 @WAITING
@@ -80,26 +65,26 @@ def test_busy_until_the_deadline_is_raised(wire: Wire) -> None:
 
 
 def test_arguments_are_checked_before_anything_is_sent(wire: Wire) -> None:
-    with toy_server(wire) as (server, _), make_client(wire, server) as client:
-        with pytest.raises(DataTypeError, match=r"add\.number: expected int, got str"):
-            client.call("add", "1")
-        with pytest.raises(InternalError, match="expected 1 arguments, got 0"):
-            client.call("add")
-        with pytest.raises(InternalError, match="no method 'subtract'"):
-            client.call("subtract", 1)
+    _, _, client = wire.toy()
+    with pytest.raises(DataTypeError, match=r"add\.number: expected int, got str"):
+        client.call("add", "1")
+    with pytest.raises(InternalError, match="expected 1 arguments, got 0"):
+        client.call("add")
+    with pytest.raises(InternalError, match="no method 'subtract'"):
+        client.call("subtract", 1)
 
 
 def test_a_closed_client_says_so(wire: Wire) -> None:
-    with toy_server(wire) as (server, service), ThreadPoolExecutor(1) as pool:
-        with make_client(wire, server) as client:
-            held = pool.submit(client.call, "hold", 1)
-            service.await_held()
-        with pytest.raises(ServiceUnavailable, match="the client was closed") as caught:
-            held.result(PATIENCE_S)
-        assert (caught.value.role, caught.value.method) == ("toy", "hold")
-        with pytest.raises(ServiceUnavailable, match="the client was closed"):
-            client.call("add", 1)
-        client.close()
+    _, service, client = wire.toy()
+    held = Background(lambda: client.call("hold", 1))
+    service.await_held()
+    client.close()
+    with pytest.raises(ServiceUnavailable, match="the client was closed") as caught:
+        held.result()
+    assert (caught.value.role, caught.value.method) == ("toy", "hold")
+    with pytest.raises(ServiceUnavailable, match="the client was closed"):
+        client.call("add", 1)
+    client.close()
 
 
 # --- calls made while serving a call ----------------------------------------------------
@@ -123,24 +108,21 @@ class Between(ToyService):
 
 @WAITING
 def test_a_servers_own_calls_end_with_the_deadline_of_its_caller(wire: Wire) -> None:
-    with toy_server(wire) as (behind, service), make_client(wire, behind) as onward:
-        onward.hello()
-        between = Between(onward)
-        with make_client(wire, wire.serve(between)) as client:
-            with pytest.raises(ServiceTimeout):
-                client.call("add", 1, timeout_s=0.4)
-            assert between.gave_up.wait(PATIENCE_S / 2)
-            # The next call of the same thread has a deadline of its own.
-            service.permits.release(2)
-            assert client.call("add", 2) == 2
+    _, service, onward = wire.toy()
+    between = Between(onward)
+    client = wire.client(wire.serve(between))
+    with pytest.raises(ServiceTimeout):
+        client.call("add", 1, timeout_s=0.4)
+    assert between.gave_up.wait(PATIENCE_S / 2)
+    # The next call of the same thread has a deadline of its own.
+    service.permits.release(2)
+    assert client.call("add", 2) == 2
 
 
 # --- servers that stop and come back ----------------------------------------------------
 
 
-def test_a_server_that_comes_back_is_called_again(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_comes_back_is_called_again(wire: Wire, monkeypatch: Monkey) -> None:
     # A server that is closed does not wait for a call that is held.
     monkeypatch.setattr(zmq_socket, "_SERVE_S", 0.05)
 
@@ -149,31 +131,28 @@ def test_a_server_that_comes_back_is_called_again(
             return self.hold(number) if number == 5 else super().add(number)
 
     restarts: list[Any] = []
-    client: Client
     silent = Silent()
     server = wire.serve(silent)
-    with (
-        make_client(
-            wire, server, on_restart=lambda: restarts.append(client.call("add", 100))
-        ) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        assert client.call("add", 1) == 1
-        first = client.incarnation
-        held, added = pool.submit(client.call, "hold", 1), pool.submit(client.call, "add", 5)
-        silent.await_held(2)
-        assert server.stop(timeout_s=0.0)["unfinished"] == 2
-        # It may have been executed, so it is not called again.
-        with pytest.raises(ServiceUnavailable, match="may or may not have been"):
-            held.result(PATIENCE_S)
-        with toy_server(wire, server.address) as (_, again):
-            # The hook is called before the call that found out goes on.
-            assert added.result(PATIENCE_S) == 5
-            assert restarts == [105]
-            assert again.calls == [("add", 5), ("add", 100)]
-            assert client.incarnation not in (None, first)
-            assert client.stats()["lost"] >= 1
-            assert client.stats()["sent_again"] >= 1
+    client: Client = wire.client(
+        server, on_restart=lambda: restarts.append(client.call("add", 100))
+    )
+    assert client.call("add", 1) == 1
+    first = client.incarnation
+    held = Background(lambda: client.call("hold", 1))
+    added = Background(lambda: client.call("add", 5))
+    silent.await_held(2)
+    assert server.stop(timeout_s=0.0)["unfinished"] == 2
+    # It may have been executed, so it is not called again.
+    with pytest.raises(ServiceUnavailable, match="may or may not have been"):
+        held.result()
+    _, again = wire.serve_toy(server.address)
+    # The hook is called before the call that found out goes on.
+    assert added.result() == 5
+    assert restarts == [105]
+    assert again.calls == [("add", 5), ("add", 100)]
+    assert client.incarnation not in (None, first)
+    assert client.stats()["lost"] >= 1
+    assert client.stats()["sent_again"] >= 1
     silent.permits.release(2)
 
 
@@ -190,33 +169,25 @@ def test_not_configured_after_a_restart_is_tried_once_more(wire: Wire) -> None:
             self.is_configured = True
             return 0
 
-    client: Client
     server = wire.serve(Needy())
-    with make_client(wire, server, on_restart=lambda: client.call("add_once", 0)) as client:
-        with pytest.raises(NotConfigured):  # the first server ever is not restarted
-            client.call("add", 1)
-        server.stop()
-        wire.serve(Needy(), server.address)
-        with ThreadPoolExecutor(4) as pool:
-            totals = list(pool.map(lambda n: client.call("add", n), [1] * 4))
-        assert sorted(totals) == [1, 2, 3, 4]
+    client: Client = wire.client(server, on_restart=lambda: client.call("add_once", 0))
+    with pytest.raises(NotConfigured):  # the first server ever is not restarted
+        client.call("add", 1)
+    server.stop()
+    wire.serve(Needy(), server.address)
+    with ThreadPoolExecutor(4) as pool:
+        totals = list(pool.map(lambda n: client.call("add", n), [1] * 4))
+    assert sorted(totals) == [1, 2, 3, 4]
 
 
-# --- the environment --------------------------------------------------------------------
-
-
-def test_the_deadline_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_of_the_environment(ipc_wire: Wire, monkeypatch: Monkey) -> None:
     monkeypatch.delenv("PERSIA_RPC_TIMEOUT", raising=False)
     assert env.rpc_timeout_s() == 300.0
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.02")
     assert env.rpc_timeout_s() == 0.02
-    with (
-        contextlib.closing(ZmqTransport()) as transport,
-        contextlib.closing(Client(transport, "ipc://@absent", TOY)) as client,
-        pytest.raises(ServiceUnavailable, match=r"within 0\.02 s"),
-    ):
+    client = ipc_wire.client(ipc_wire.address(), timeout_s=None)
+    with pytest.raises(ServiceUnavailable, match=r"within 0\.02 s"):
         client.call("add", 1)
-
     for text in ("0", "-1", "nan", "inf", "soon"):
         monkeypatch.setenv("PERSIA_RPC_TIMEOUT", text)
         with pytest.raises(ConfigError, match="PERSIA_RPC_TIMEOUT must be a positive number"):
@@ -229,27 +200,24 @@ def test_another_replica_at_the_address_does_nothing(wire: Wire) -> None:
     restarts: list[int] = []
     services = [ToyService(), ToyService(), ToyService()]
     first = wire.serve(services[0], replica_size=2)
-    with (
-        make_client(wire, first, on_restart=lambda: restarts.append(1)) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        assert client.hello().replica_index == 0
-        assert client.call("add", 1) == 1
-        known = client.incarnation
-        first.stop()
-        other = wire.serve(services[1], first.address, replica_index=1, replica_size=2)
-        with pytest.raises(WrongReplica, match="for replica 0, at its address is toy 1 now"):
-            client.call("add", 2, timeout_s=1.0)
-        with pytest.raises(ConfigError, match="expected toy 0, found 1 of 2"):
-            client.hello()
-        assert (services[1].calls, restarts, client.incarnation) == ([], [], known)
-        assert other.stats()["bad.replica"] >= 1
-        # A call that waits goes on where the right one is found.
-        waiting = pool.submit(client.call, "add", 3)
-        client.move(wire.serve(services[2], replica_size=2).address)
-        assert waiting.result(PATIENCE_S) == 3
-        assert (services[1].calls, services[2].calls) == ([], [("add", 3)])
-        assert restarts == [1]
+    client = wire.client(first, on_restart=lambda: restarts.append(1))
+    assert client.hello().replica_index == 0
+    assert client.call("add", 1) == 1
+    known = client.incarnation
+    first.stop()
+    other = wire.serve(services[1], first.address, replica_index=1, replica_size=2)
+    with pytest.raises(WrongReplica, match="for replica 0, at its address is toy 1 now"):
+        client.call("add", 2, timeout_s=1.0)
+    with pytest.raises(ConfigError, match="expected toy 0, found 1 of 2"):
+        client.hello()
+    assert (services[1].calls, restarts, client.incarnation) == ([], [], known)
+    assert other.stats()["bad.replica"] >= 1
+    # A call that waits goes on where the right one is found.
+    waiting = Background(lambda: client.call("add", 3))
+    client.move(wire.serve(services[2], replica_size=2).address)
+    assert waiting.result() == 3
+    assert (services[1].calls, services[2].calls) == ([], [("add", 3)])
+    assert restarts == [1]
 
 
 def test_who_is_there_is_known_while_a_new_process_is_dealt_with(wire: Wire) -> None:
@@ -262,10 +230,8 @@ def test_who_is_there_is_known_while_a_new_process_is_dealt_with(wire: Wire) -> 
 
     services = [ToyService(), ToyService(), ToyService()]
     first = wire.serve(services[0])
-    with (
-        make_client(wire, first, on_restart=configure) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    client: Client = wire.client(first, on_restart=configure)
+    with ThreadPoolExecutor(2) as pool:
         assert client.call("add", 1) == 1
         first.stop()
         second = wire.serve(services[1], first.address)
@@ -285,14 +251,10 @@ def test_who_is_there_is_known_while_a_new_process_is_dealt_with(wire: Wire) -> 
         assert client.incarnation == third.hello.incarnation
 
 
-def test_without_a_replica_any_is_called(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_replica_any_is_called(wire: Wire, monkeypatch: Monkey) -> None:
     server = wire.serve(ToyService(), replica_index=3, replica_size=4)
-    with make_client(wire, server, replica=None) as client:
-        assert client.call("add", 1) == 1
+    assert wire.client(server, replica=None).call("add", 1) == 1
     # A refusal is reported at once, whatever the deadline.
     monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", math.inf)
-    with (
-        make_client(wire, server, replica=2) as wrong,
-        pytest.raises(ServiceBusy, match="for replica 2"),
-    ):
-        wrong.call("add", 1)
+    with pytest.raises(ServiceBusy, match="for replica 2"):
+        wire.client(server, replica=2).call("add", 1)

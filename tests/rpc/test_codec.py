@@ -192,12 +192,7 @@ U8, U32 = np.array([0, 1, 0], np.uint8), np.array([0, 1, 0], np.uint32)
         (IDFeatures, [[["a", 0, 1, None]], 1, True], [SIGNS, U8], "some never occur"),
         (IDFeatures, [[["a", 0, 1, None]], 1, True], [SIGNS[:1], U8], "must number"),
         (IDFeatures, [[["a", 0, 1, None]], 1, True], [np.zeros(2, "<u8"), U8], "differ"),
-        (
-            IDFeatures,
-            [[["a", 0, 1, 2]], 1, True],
-            [SIGNS[:2], U8, U8],
-            "of 3 ids, got 1",
-        ),
+        (IDFeatures, [[["a", 0, 1, 2]], 1, True], [SIGNS[:2], U8, U8], "of 3 ids, got 1"),
         (
             IDFeatures,
             [[["a", 0, 1, 2]], 1, True],

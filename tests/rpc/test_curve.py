@@ -10,6 +10,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -22,11 +23,12 @@ from persia._rpc.client import Client
 from persia._rpc.curve import Keys, make_keys
 from persia._rpc.messages import TableSigns
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
-from persia._rpc.server import Server, serve
+from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
-from tests.rpc.support import PATIENCE_S, TOY, ToyService, raw_peer, tcp_of
+from tests.rpc.support import PATIENCE_S, ToyService, Wire, raw_peer, tcp_of
+from tests.support.fixtures import Log, Monkey
 from tests.support.waiting import until
 
 
@@ -59,11 +61,8 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 @contextlib.contextmanager
 def serving(keys: Path | None, address: str = ANY_PORT) -> Iterator[Server]:
-    transport = ZmqTransport(keys=keys)
-    server = serve(transport, address, TOY, ToyService())
-    yield server
-    server.stop()
-    transport.close()
+    with contextlib.closing(Wire("", Path(), keys=keys)) as wire:
+        yield wire.serve(ToyService(), address)
 
 
 def assert_refused(keys: Path | None, server: Server) -> None:
@@ -78,11 +77,8 @@ def assert_refused(keys: Path | None, server: Server) -> None:
 def connected(
     keys: Path | None, server: Server, timeout_s: float = PATIENCE_S
 ) -> Iterator[Client]:
-    transport = ZmqTransport(keys=keys)
-    client = Client(transport, server.address, TOY, timeout_s=timeout_s)
-    yield client
-    client.close()
-    transport.close()
+    with contextlib.closing(Wire("", Path(), keys=keys)) as wire:
+        yield wire.client(server, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("address", [ANY_PORT, "ipc://{}/a"])
@@ -137,7 +133,7 @@ def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key()
 
 
 def test_strangers_are_counted_and_dropped(
-    keys: Path, stranger: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    keys: Path, stranger: Path, tmp_path: Path, caplog: Log
 ) -> None:
     """No ZeroMQ, no key, an unknown one, another server's: none gets in or disturbs."""
     other = tmp_path / "other"
@@ -163,9 +159,7 @@ def test_strangers_are_counted_and_dropped(
     assert any("does not know this process's key" in one for one in lines)
 
 
-def test_who_says_nothing_is_cut_off_and_delays_nobody(
-    keys: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_says_nothing_is_cut_off_and_delays_nobody(keys: Path, monkeypatch: Monkey) -> None:
     """So a flood of connections holds descriptors for the time of a handshake only."""
     monkeypatch.setattr(zmq_transport, "_HANDSHAKE_MS", 200)
     with serving(keys) as server, connected(keys, server) as client:
@@ -180,9 +174,7 @@ def test_who_says_nothing_is_cut_off_and_delays_nobody(
         assert client.stats().get("lost", 0) == 0
 
 
-def test_keys_come_and_go_while_a_server_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_come_and_go_while_a_server_runs(tmp_path: Path, caplog: Log) -> None:
     """The users are read at each handshake; while that fails, no peer is admitted."""
     place, own = tmp_path / "keys", tmp_path / "own"
     make_keys(place)
@@ -207,13 +199,10 @@ def test_keys_come_and_go_while_a_server_runs(
 
 
 def test_a_key_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    def full(self: Path, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
-        with pytest.raises(ConfigError, match="cannot write keys"):
-            make_keys(tmp_path)
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    refused = pytest.raises(ConfigError, match="cannot write keys")
+    with patch.object(Path, "write_bytes", full), refused:
+        make_keys(tmp_path)
     assert list(tmp_path.iterdir()) == []
     make_keys(tmp_path)
     assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
@@ -223,8 +212,8 @@ def test_a_key_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_who_met_the_wrong_server_finds_the_right_one(
     keys: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Monkey,
+    caplog: Log,
     client_has_keys: bool,
 ) -> None:
     """libzmq gives an address up where the two ends have other mechanisms."""
@@ -264,7 +253,7 @@ def test_what_a_peer_says_of_itself_ends_no_server() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_whose_authenticator_has_failed_refuses_every_peer(
-    keys: Path, stranger: Path, monkeypatch: pytest.MonkeyPatch
+    keys: Path, stranger: Path, monkeypatch: Monkey
 ) -> None:
     """libzmq would: a server that cannot ask and has no domain takes every key."""
     failed: list[BaseException | None] = []
@@ -284,7 +273,7 @@ def test_a_server_whose_authenticator_has_failed_refuses_every_peer(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
 def test_w71_without_keys_only_this_machine_is_let_in(
-    keys: Path, host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: Path, host: str, monkeypatch: Monkey, caplog: Log
 ) -> None:
     with contextlib.closing(ZmqTransport(keys=keys)) as guarded:
         guarded.listen("tcp://0.0.0.0:0").close(0.0)
@@ -337,12 +326,9 @@ def test_the_command_makes_keys_for_their_owner_only(tmp_path: Path) -> None:
     assert "expected a name of letters" in odd.output
 
 
-def test_a_folder_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_named(monkeypatch: Monkey) -> None:
     """As where strangers hold all file descriptors: no peer is admitted meanwhile."""
-
-    def full(path: Path) -> Iterator[Path]:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+    full = Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     monkeypatch.setattr(Path, "iterdir", full)
     with pytest.raises(ConfigError, match="PERSIA_KEYS: cannot read the folder"):
         Keys(Path("keys")).users()

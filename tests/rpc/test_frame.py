@@ -96,25 +96,19 @@ def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None
 @example(Reply(1, 1, 0), None)
 def test_damage_is_a_protocol_error_or_another_message(message: Message, data: Any) -> None:
     parts = [bytes(part) for part in encode(message)]
-    if data is not None:
-        for _ in range(data.draw(st.integers(1, 3))):
-            which = data.draw(st.integers(0, len(parts) - 1))
-            part = bytearray(parts[which])
-            place = data.draw(st.integers(0, len(part)))
-            kind = data.draw(st.sampled_from(["set", "cut", "insert", "drop", "double"]))
-            if kind == "set" and place < len(part):
-                part[place] = data.draw(st.integers(0, 255))
-            elif kind == "cut":
-                del part[place:]
-            elif kind == "insert":
-                part[place:place] = data.draw(st.binary(min_size=1, max_size=8))
-            parts[which] = bytes(part)
-            if kind == "drop":
-                del parts[which]
-            if kind == "double":
-                parts.insert(which, parts[which])
-            if not parts:
-                break
+    for _ in range(0 if data is None else data.draw(st.integers(1, 3))):
+        which = data.draw(st.integers(0, len(parts) - 1))
+        part = parts[which]
+        place = data.draw(st.integers(0, len(part)))
+        some = data.draw(st.binary(min_size=1, max_size=8))
+        damages = {
+            "set": [part[:place] + some[:1] + part[place + 1 :]],
+            "cut": [part[:place]],
+            "insert": [part[:place] + some + part[place:]],
+            "drop": [] if len(parts) > 1 else [b""],
+            "double": [part, part],
+        }
+        parts[which : which + 1] = damages[data.draw(st.sampled_from(sorted(damages)))]
     try:
         read = decode(parts)
     except UnreadableFrame:
@@ -132,24 +126,19 @@ def test_any_bytes_as_header(content: bytes, rest: list[bytes]) -> None:
 SMALL = Limits(header_bytes=120, num_arrays=2, array_bytes=64, message_bytes=150)
 
 
-def numbers(count: int) -> np.ndarray[Any, Any]:
-    return np.zeros(count, np.uint8)
-
-
 @pytest.mark.parametrize(
     ("fits", "exceeds", "reason"),
     [
-        ("x" * 97, "x" * 98, "header_bytes"),
-        ((1, 1), (1, 1, 1), "num_arrays"),
-        ((64,), (65,), "array_bytes"),
-        ((50, 50), (64, 64), "message_bytes"),
+        (("x" * 97,), ("x" * 98,), "header_bytes"),
+        (("", 1, 1), ("", 1, 1, 1), "num_arrays"),
+        (("", 64), ("", 65), "array_bytes"),
+        (("", 50, 50), ("", 64, 64), "message_bytes"),
     ],
 )
 def test_limits_hold_on_both_sides(fits: Any, exceeds: Any, reason: str) -> None:
     def message(content: Any) -> Reply:
-        if isinstance(content, str):
-            return Reply(1, 1, content)
-        return Reply(1, 1, None, tuple(numbers(n) for n in content))
+        body, *sizes = content
+        return Reply(1, 1, body, tuple(np.zeros(size, np.uint8) for size in sizes))
 
     decode(encode(message(fits), SMALL), SMALL)
     with pytest.raises(ProtocolError, match="may have"):
@@ -159,16 +148,13 @@ def test_limits_hold_on_both_sides(fits: Any, exceeds: Any, reason: str) -> None
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("body", [object(), 1 << 64, {1, 2}, "\udc80"])
-def test_what_msgpack_cannot_carry_is_refused_by_the_writer(body: Any) -> None:
-    with pytest.raises(ProtocolError, match="msgpack"):
-        encode(Reply(1, 1, body))
-
-
-@pytest.mark.parametrize("dtype", ["O", "M8[s]", "c8", "S3", "g"])
-def test_other_dtypes_are_refused_by_the_writer(dtype: str) -> None:
-    with pytest.raises(ProtocolError, match="cannot be sent"):
-        encode(Reply(1, 1, None, (np.zeros(1, dtype),)))
+def test_what_cannot_be_sent_is_refused_by_the_writer() -> None:
+    for body in (object(), 1 << 64, {1, 2}, "\udc80"):
+        with pytest.raises(ProtocolError, match="msgpack"):
+            encode(Reply(1, 1, body))
+    for dtype in ("O", "M8[s]", "c8", "S3", "g"):
+        with pytest.raises(ProtocolError, match="cannot be sent"):
+            encode(Reply(1, 1, None, (np.zeros(1, dtype),)))
 
 
 def test_the_number_is_in_the_header_if_it_is_known() -> None:

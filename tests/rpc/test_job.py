@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from persia._rpc import job
 from persia._rpc.job import FORGOTTEN_S, JobState
-
-if TYPE_CHECKING:
-    import pytest
+from tests.support.fixtures import Monkey
 
 
-def test_the_number_of_watchers_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_number_of_watchers_is_bounded(monkeypatch: Monkey) -> None:
     monkeypatch.setattr(job, "_MAX_WATCHERS", 100)  # each further name looks at all of them
     now = 0.0
     state = JobState(clock=lambda: now)
@@ -32,19 +27,14 @@ def test_the_number_of_watchers_is_bounded(
     assert state.wait_until_notified(0.0)
 
 
-def test_a_script_that_never_configured_a_configured_server_does_not_end_it() -> None:
-    state = JobState()
+def test_a_script_that_configured_nothing_ends_only_servers_that_none_configured() -> None:
+    fresh, state = JobState(), JobState()
     state.mark_configured()
-    state.finish_job(143, False)
-    assert state.status is None
+    for each in (fresh, state):
+        each.finish_job(143, False)
+    assert (fresh.status, state.status) == (143, None)
     state.finish_job(0, True)
     assert state.status == 0
-
-
-def test_a_script_that_failed_before_it_began_ends_servers_that_none_configured() -> None:
-    state = JobState()
-    state.finish_job(1, False)
-    assert state.status == 1
 
 
 def test_a_waiter_is_let_go_when_the_server_ends() -> None:

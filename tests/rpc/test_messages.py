@@ -14,11 +14,7 @@ import pytest
 
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.frame import Call, Reply, encode
-from persia._rpc.messages import (
-    BatchGradients,
-    IDFeatures,
-    SlotGradient,
-)
+from persia._rpc.messages import BatchGradients, IDFeatures, SlotGradient
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia.config import EmbeddingSchema
 from tests.support.services import make_servers, make_worker
@@ -48,18 +44,6 @@ def ids_of(rng: Any, num_ids: int) -> Any:
     return (rng.zipf(1.3, num_ids) % (1 << 40)).astype(np.uint64)
 
 
-def single() -> tuple[FeatureBatch, ...]:
-    rng = np.random.default_rng(5)
-    return tuple(FeatureBatch.from_single(f"slot{n}", ids_of(rng, B)) for n in range(F))
-
-
-def several(num_ids: int, wide: bool) -> tuple[FeatureBatch, ...]:
-    rng = np.random.default_rng(6)
-    offsets = np.arange(0, (B + 1) * num_ids, num_ids, dtype=np.int64)
-    ids = rng.permutation(B * num_ids).astype(np.uint64) if wide else ids_of(rng, B * num_ids)
-    return (FeatureBatch.from_csr("slot0", ids, offsets),)
-
-
 def registered(*features: FeatureBatch) -> int:
     return called(embedding_worker(), "register", IDFeatures(features, 7, True))
 
@@ -67,7 +51,10 @@ def registered(*features: FeatureBatch) -> int:
 @pytest.mark.parametrize(("num_ids", "width"), [(8, 2), (20, 4)])
 def test_loader_to_worker_several_ids_for_each_sample(num_ids: int, width: int) -> None:
     """Their lengths come beside: one byte for each sample, below 5 % from ten ids on."""
-    (feature,) = several(num_ids, wide=width == 4)
+    rng = np.random.default_rng(6)
+    ids = rng.permutation(B * num_ids) if width == 4 else ids_of(rng, B * num_ids)
+    offsets = np.arange(0, (B + 1) * num_ids, num_ids, dtype=np.int64)
+    feature = FeatureBatch.from_csr("slot0", ids.astype(np.uint64), offsets)
     assert (feature.num_distinct >= 65_536) == (width == 4)
     check(registered(feature), 8 * feature.num_distinct + width * feature.num_ids + B)
 
@@ -100,7 +87,9 @@ def test_the_other_hops(dtype: Any) -> None:
     seen = [noted(server) for server in servers]
     worker = make_worker(servers, SCHEMA)
     role = embedding_worker()
-    ref = worker.register(IDFeatures(single(), 7, True))
+    rng = np.random.default_rng(5)
+    single = (FeatureBatch.from_single(f"slot{n}", ids_of(rng, B)) for n in range(F))
+    ref = worker.register(IDFeatures(tuple(single), 7, True))
     result = worker.lookup(ref, True)
     check(answered(role, "lookup", result), DIM * 4 * B * F)
     assert called(role, "lookup", ref, True) <= 4096

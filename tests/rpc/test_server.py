@@ -21,8 +21,6 @@ from persia._rpc.client import Client
 from persia._rpc.codec import ErrorOrigin, error_from_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, encode
 from persia._rpc.messages import TableSigns
-from persia._rpc.server import Server, serve
-from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import (
     DataTypeError,
     ProtocolError,
@@ -33,43 +31,27 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import (
-    BAD,
-    PATIENCE_S,
-    TOY,
-    ToyService,
-    Wire,
-    busy,
-    header,
-    make_client,
-    place,
-    raw_peer,
-    tcp_of,
-    toy_server,
-)
+from tests.rpc.support import BAD, PATIENCE_S, Wire, busy, header, place, tcp_of
 
 ASKED = ErrorOrigin("toy", 0, "here", "add")
-
-
-def total_of(counts: Any, prefix: str) -> int:
-    return sum(count for name, count in counts.items() if name.startswith(prefix))
 
 
 @pytest.mark.parametrize(("parts", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_bad_messages_are_answered_and_counted(
     ipc_wire: Wire, parts: list[bytes], reason: str
 ) -> None:
-    with toy_server(ipc_wire) as (server, _), raw_peer(server.address) as peer:
-        peer.send(parts)
-        answer = peer.receive()
-        assert isinstance(answer, Failure)
-        assert type(error_from_body(answer.body, ASKED)) is ProtocolError
-        assert server.stats()[f"bad.{reason}"] == 1
-        # The same connection still serves.
-        peer.call(3, "add", 5)
-        good = peer.answer(3)
-        assert isinstance(good, Reply)
-        assert good.body == 5
+    server, _ = ipc_wire.serve_toy()
+    peer = ipc_wire.peer(server)
+    peer.send(parts)
+    answer = peer.receive()
+    assert isinstance(answer, Failure)
+    assert type(error_from_body(answer.body, ASKED)) is ProtocolError
+    assert server.stats()[f"bad.{reason}"] == 1
+    # The same connection still serves.
+    peer.call(3, "add", 5)
+    good = peer.answer(3)
+    assert isinstance(good, Reply)
+    assert good.body == 5
 
 
 @pytest.mark.parametrize(
@@ -86,14 +68,15 @@ def test_bad_messages_are_answered_and_counted(
     ],
 )
 def test_calls_that_do_not_fit_are_answered(tcp_wire: Wire, call: Any, text: str) -> None:
-    with toy_server(tcp_wire) as (server, service), raw_peer(server.address) as peer:
-        peer.send(encode(call))
-        answer = peer.answer(1)
-        assert isinstance(answer, Failure)
-        error = error_from_body(answer.body, ASKED)
-        assert type(error) is ProtocolError
-        assert text in str(error)
-        assert service.calls == []
+    server, service = tcp_wire.serve_toy()
+    peer = tcp_wire.peer(server)
+    peer.send(encode(call))
+    answer = peer.answer(1)
+    assert isinstance(answer, Failure)
+    error = error_from_body(answer.body, ASKED)
+    assert type(error) is ProtocolError
+    assert text in str(error)
+    assert service.calls == []
 
 
 # --- connections that are no ZeroMQ -------------------------------------------------------
@@ -110,26 +93,23 @@ def test_calls_that_do_not_fit_are_answered(tcp_wire: Wire, call: Any, text: str
     ],
 )
 def test_connections_that_are_none_disturb_nobody(tcp_wire: Wire, content: bytes) -> None:
-    with toy_server(tcp_wire) as (server, _), make_client(tcp_wire, server) as client:
-        strangers = [tcp_of(server) for _ in range(8)]
-        for stranger in strangers:
-            stranger.sendall(content)
-        assert client.call("add", 1) == 1
-        for stranger in strangers:
-            stranger.close()
-        assert client.call("add", 1) == 2
-        assert client.stats().get("lost", 0) == 0
+    server, _, client = tcp_wire.toy()
+    strangers = [tcp_of(server) for _ in range(8)]
+    for stranger in strangers:
+        stranger.sendall(content)
+    assert client.call("add", 1) == 1
+    for stranger in strangers:
+        stranger.close()
+    assert client.call("add", 1) == 2
+    assert client.stats().get("lost", 0) == 0
 
 
 def test_a_server_that_accepts_and_says_nothing(tcp_wire: Wire) -> None:
     """Half open from the other side: there is no connection until the handshake is done."""
     with sockets.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        with (
-            make_client(tcp_wire, address, timeout_s=0.1) as client,
-            pytest.raises(ServiceUnavailable, match="no connection within"),
-        ):
-            client.call("add", 1)
+        with pytest.raises(ServiceUnavailable, match="no connection within"):
+            tcp_wire.client(address, timeout_s=0.1).call("add", 1)
 
 
 @pytest.fixture
@@ -160,14 +140,16 @@ def test_a_server_that_answers_rubbish(ipc_wire: Wire, router: zmq.Socket[bytes]
         ([[*reply[:2], b"123"], encode(Reply(3, 1, "text"))], "add's result: expected int"),
         ([encode(Failure(0, 1, refused))], "version 1 only"),
     ]
-    with make_client(ipc_wire, address) as client, ThreadPoolExecutor(1) as pool:
+    client = ipc_wire.client(address)
+    with ThreadPoolExecutor(1) as pool:
         for answers, text in strange:
             waiting = pool.submit(client.call, "add", 1)
             answer(*answers)
             with pytest.raises(ProtocolError, match=text) as caught:
                 waiting.result(PATIENCE_S)
             assert (caught.value.role, caught.value.address) == ("toy", address)
-        assert total_of(client.stats(), "bad.") == 5
+        counts = client.stats().items()
+        assert sum(count for name, count in counts if name.startswith("bad.")) == 5
 
 
 # --- too much ---------------------------------------------------------------------------
@@ -175,91 +157,67 @@ def test_a_server_that_answers_rubbish(ipc_wire: Wire, router: zmq.Socket[bytes]
 
 def test_a_flood_leaves_others_their_turn(wire: Wire) -> None:
     """100 calls of one peer, a share of 64, one thread: the other's call is third in turn."""
-    with (
-        toy_server(wire, num_threads=1, calls_per_peer=64) as (server, service),
-        raw_peer(server.address) as flood,
-        raw_peer(server.address) as other,
-    ):
-        for number in range(1, 101):
-            flood.call(number, "hold", number)
-        refused = []
-        for _ in range(36):
-            answer = flood.receive()
-            assert isinstance(answer, Failure)
-            assert type(error_from_body(answer.body, ASKED)) is ServiceBusy
-            refused.append(answer.call_id)
-        assert refused == list(range(65, 101))
-        other.call(1, "add", 5)
-        other.settle()
-        service.permits.release(2)
-        good = other.answer(1)
-        assert isinstance(good, Reply)
-        assert good.body == 5
-        assert service.calls[:3] == [("hold", 1), ("hold", 2), ("add", 5)]
-        assert len(service.calls) <= 4
-        assert server.stats()["busy"] == 36
+    server, service = wire.serve_toy(num_threads=1, calls_per_peer=64)
+    flood, other = wire.peer(server), wire.peer(server)
+    for number in range(1, 101):
+        flood.call(number, "hold", number)
+    refused = []
+    for _ in range(36):
+        answer = flood.receive()
+        assert isinstance(answer, Failure)
+        assert type(error_from_body(answer.body, ASKED)) is ServiceBusy
+        refused.append(answer.call_id)
+    assert refused == list(range(65, 101))
+    other.call(1, "add", 5)
+    other.settle()
+    service.permits.release(2)
+    good = other.answer(1)
+    assert isinstance(good, Reply)
+    assert good.body == 5
+    assert service.calls[:3] == [("hold", 1), ("hold", 2), ("add", 5)]
+    assert len(service.calls) <= 4
+    assert server.stats()["busy"] == 36
 
 
 def test_who_sends_much_leaves_room_for_others(ipc_wire: Wire) -> None:
     """A connection has a share of the bytes as well: all of them would make others wait."""
-    with (
-        toy_server(ipc_wire, bytes=40_000, bytes_per_peer=10_000, num_threads=1) as served,
-        raw_peer(served[0].address) as flood,
-        raw_peer(served[0].address) as other,
-    ):
-        server, service = served
-        flood.call(1, "hold", 1)
-        for number in range(2, 9):
-            small = np.zeros(500, np.uint64)  # 4,000 bytes
-            flood.send(encode(Call(number, "echo", 20_000, [[[0, 0]]], (small,))))
-        for number in range(4, 9):
-            answer = flood.answer(number)
-            assert isinstance(answer, Failure)
-            assert "bytes of this peer are queued" in answer.body[1]
-        big = np.zeros(2_500, np.uint64)  # more than a share, but alone
-        other.send(encode(Call(1, "echo", 20_000, [[[0, 0]]], (big,))))
-        other.settle()
-        assert server.stats()["busy"] == 5
-        service.permits.release()
-        assert isinstance(other.answer(1), Reply)
-        assert isinstance(flood.answer(3), Reply)
+    server, service = ipc_wire.serve_toy(bytes=40_000, bytes_per_peer=10_000, num_threads=1)
+    flood, other = ipc_wire.peer(server), ipc_wire.peer(server)
+    flood.call(1, "hold", 1)
+    for number in range(2, 9):
+        small = np.zeros(500, np.uint64)  # 4,000 bytes
+        flood.send(encode(Call(number, "echo", 20_000, [[[0, 0]]], (small,))))
+    for number in range(4, 9):
+        answer = flood.answer(number)
+        assert isinstance(answer, Failure)
+        assert "bytes of this peer are queued" in answer.body[1]
+    big = np.zeros(2_500, np.uint64)  # more than a share, but alone
+    other.send(encode(Call(1, "echo", 20_000, [[[0, 0]]], (big,))))
+    other.settle()
+    assert server.stats()["busy"] == 5
+    service.permits.release()
+    assert isinstance(other.answer(1), Reply)
+    assert isinstance(flood.answer(3), Reply)
 
 
 def test_who_does_not_read_loses_answers_and_holds_up_nobody(ipc_wire: Wire) -> None:
-    with (
-        toy_server(ipc_wire) as (server, _),
-        make_client(ipc_wire, server) as client,
-        raw_peer(server.address, RCVHWM=1, RCVBUF=4096) as slow,
-    ):
-        number = 0
-        while not server.stats().get("dropped.peer_slow", 0):
-            number += 1
-            slow.call(number, "fill", 16384)  # 128 KiB each
-            assert client.call("fill", 1).signs.tolist() == [0]
-            assert number < 10_000
-        assert client.stats().get("lost", 0) == 0
+    server, _, client = ipc_wire.toy()
+    slow = ipc_wire.peer(server, RCVHWM=1, RCVBUF=4096)
+    number = 0
+    while not server.stats().get("dropped.peer_slow", 0):
+        number += 1
+        slow.call(number, "fill", 16384)  # 128 KiB each
+        assert client.call("fill", 1).signs.tolist() == [0]
+        assert number < 10_000
+    assert client.stats().get("lost", 0) == 0
 
 
-@contextlib.contextmanager
-def limited(tmp_path: Path, **limits: int) -> Iterator[tuple[Server, Client]]:
-    """A server with bounds of a message, and a client with the same."""
-    with contextlib.closing(ZmqTransport(Limits(**limits))) as transport:
-        address = f"ipc://{tmp_path}/a"
-        server = serve(transport, address, TOY, ToyService())
-        own = Client(transport, address, TOY, timeout_s=PATIENCE_S)
-        with contextlib.closing(own) as client:
-            yield server, client
-        server.stop()
-
-
-def test_parts_beyond_the_limit_cut_the_connection_off(tmp_path: Path) -> None:
+def test_parts_beyond_the_limit_cut_the_connection_off(ipc_wire: Wire, tmp_path: Path) -> None:
     """libzmq closes it before it holds the part; our client sees that and another is served."""
     large = [TableSigns(0, np.zeros(1 << 14, np.uint64))]
-    with (
-        limited(tmp_path, array_bytes=1 << 16) as (server, other),
-        contextlib.closing(ZmqTransport()) as wide,
-        contextlib.closing(Client(wide, server.address, TOY, timeout_s=1.0)) as client,
-    ):
+    with contextlib.closing(Wire("ipc", tmp_path, limits=Limits(array_bytes=1 << 16))) as wire:
+        server, _, other = wire.toy()
+        client = ipc_wire.client(server, timeout_s=1.0)
         assert (client.call("add", 1), other.call("add", 1)) == (1, 2)
         with pytest.raises((ServiceTimeout, ServiceUnavailable), match=r"no (answer|conn)"):
             client.call("echo", large)
@@ -272,10 +230,10 @@ def test_parts_beyond_the_limit_cut_the_connection_off(tmp_path: Path) -> None:
 
 
 def test_too_many_parts_are_dropped_and_counted(tmp_path: Path) -> None:
-    with (
-        limited(tmp_path, num_arrays=4, message_bytes=4096) as (server, _),
-        raw_peer(server.address) as peer,
-    ):
+    limits = Limits(num_arrays=4, message_bytes=4096)
+    with contextlib.closing(Wire("ipc", tmp_path, limits=limits)) as wire:
+        server, _ = wire.serve_toy()
+        peer = wire.peer(server)
         for parts, reason in (
             ([PROTOCOL, *[b""] * 1000], "num_arrays"),
             ([PROTOCOL, header(), bytes(5000)], "message_bytes"),
@@ -286,7 +244,8 @@ def test_too_many_parts_are_dropped_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_result_too_large_is_an_error_for_its_caller(tmp_path: Path) -> None:
-    with limited(tmp_path, array_bytes=1 << 16) as (_, client):
+    with contextlib.closing(Wire("ipc", tmp_path, limits=Limits(array_bytes=1 << 16))) as wire:
+        _, _, client = wire.toy()
         with pytest.raises(ProtocolError, match="65536 bytes in an array, this one has 80000"):
             client.call("fill", 10_000)
         assert len(client.call("fill", 8192).signs) == 8192
@@ -325,39 +284,36 @@ def test_bytes_that_wait_are_bounded_but_one_call_is_always_taken(wire: Wire) ->
 
 
 def test_a_failing_method_harms_nobody(wire: Wire) -> None:
-    with toy_server(wire, num_threads=1) as (server, _), make_client(wire, server) as client:
-        with pytest.raises(RemoteError, match="ZeroDivisionError: why") as caught:
-            client.call("fail", "ZeroDivisionError")
-        assert "support.py" in str(caught.value.__cause__)
-        assert place(caught.value) == ("toy", 0, server.address, "fail")
-        with pytest.raises(DataTypeError, match="wrong's result: expected int, got str"):
-            client.call("wrong")
-        assert client.call("add", 2) == 2
-        counts = server.stats()
-        assert (counts["calls"], counts["replies"], counts["errors"]) == (3, 1, 2)
+    server, _, client = wire.toy(num_threads=1)
+    with pytest.raises(RemoteError, match="ZeroDivisionError: why") as caught:
+        client.call("fail", "ZeroDivisionError")
+    assert "support.py" in str(caught.value.__cause__)
+    assert place(caught.value) == ("toy", 0, server.address, "fail")
+    with pytest.raises(DataTypeError, match="wrong's result: expected int, got str"):
+        client.call("wrong")
+    assert client.call("add", 2) == 2
+    counts = server.stats()
+    assert (counts["calls"], counts["replies"], counts["errors"]) == (3, 1, 2)
 
 
 def test_stop_finishes_what_is_here_and_refuses_the_rest(wire: Wire) -> None:
-    with (
-        toy_server(wire, num_threads=2) as (server, service),
-        make_client(wire, server) as client,
-    ):
-        with ThreadPoolExecutor(4) as pool:
-            held = [pool.submit(client.call, "hold", n) for n in range(2)]
-            service.await_held(len(held))
-            stopped = pool.submit(server.stop)
-            is_over = threading.Event()
-            adding = pool.submit(add_until, is_over, client)
-            while not client.stats().get("busy", 0):
-                client.hello()
-            service.permits.release(2)
-            assert [one.result(PATIENCE_S) for one in held] == [0, 1]
-            counts = stopped.result(PATIENCE_S)
-            is_over.set()
-            adding.result(PATIENCE_S)
-        assert "unfinished" not in counts
-        assert counts["replies"] >= 2
-        assert counts["busy"] >= 1
+    server, service, client = wire.toy(num_threads=2)
+    with ThreadPoolExecutor(4) as pool:
+        held = [pool.submit(client.call, "hold", n) for n in range(2)]
+        service.await_held(len(held))
+        stopped = pool.submit(server.stop)
+        is_over = threading.Event()
+        adding = pool.submit(add_until, is_over, client)
+        while not client.stats().get("busy", 0):
+            client.hello()
+        service.permits.release(2)
+        assert [one.result(PATIENCE_S) for one in held] == [0, 1]
+        counts = stopped.result(PATIENCE_S)
+        is_over.set()
+        adding.result(PATIENCE_S)
+    assert "unfinished" not in counts
+    assert counts["replies"] >= 2
+    assert counts["busy"] >= 1
 
 
 def add_until(is_over: threading.Event, client: Client) -> None:

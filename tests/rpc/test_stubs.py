@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,11 +20,9 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._rpc.methods import parameter_server
-from persia._rpc.server import serve
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
-from persia.errors import ConfigError, PersiaError, UnknownRef
-from tests.rpc.support import PATIENCE_S, Wire, place, same
+from persia.errors import PersiaError, UnknownRef
+from tests.rpc.support import Wire, same
 from tests.support.services import (
     ADAM,
     CONFIG,
@@ -41,19 +38,6 @@ from tests.support.services import (
 
 BATCH = {name: [[1, 2, 2], [], [3, 1]] for name in CONFIG["slots_config"]}
 SINGLE = {name: [[1], [2], [1]] for name in CONFIG["slots_config"]}
-
-
-@contextlib.contextmanager
-def remote(wire: Wire, stub: Any, *plain: Any) -> Iterator[list[Any]]:
-    """Stubs of servers of plain objects."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for service in plain:
-            served = serve(wire.transport, wire.address(), stub._role(), service)
-            stack.callback(served.stop)
-            found.append(stub.connect(wire.transport, served.address, timeout_s=PATIENCE_S))
-            stack.callback(found[-1].close)
-        yield found
 
 
 def outcome(service: Any, method: str, *arguments: Any) -> Any:
@@ -156,67 +140,28 @@ def first_difference(wanted: list[Any], got: list[Any]) -> Any:
 
 
 def test_parameter_server_through_the_wire(wire: Wire) -> None:
-    (plain,) = make_servers(1, hyper=None, optimizer=None)
-    wanted = ask_server(plain)
-    with remote(wire, RemoteParameterServer, *make_servers(1, hyper=None, optimizer=None)) as (
-        server,
-    ):
-        assert first_difference(wanted, ask_server(server)) is None
+    plain, served = (make_servers(1, hyper=None, optimizer=None)[0] for _ in range(2))
+    found = ask_server(wire.remote(RemoteParameterServer, served))
+    assert first_difference(ask_server(plain), found) is None
 
 
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_embedding_worker_through_the_wire(wire: Wire, num_servers: int) -> None:
-    plain = make_servers(num_servers, hyper=None, optimizer=None)
+    plain, served = (make_servers(num_servers, hyper=None, optimizer=None) for _ in range(2))
     with contextlib.closing(make_worker(plain)) as worker:
         wanted = ask_worker(worker)
-    served = make_servers(num_servers, hyper=None, optimizer=None)
-    with (
-        remote(wire, RemoteParameterServer, *served) as remotes,
-        contextlib.closing(make_worker(list(remotes))) as worker,
-        remote(wire, RemoteEmbeddingWorker, worker) as (stub,),
-    ):
-        assert first_difference(wanted, ask_worker(stub)) is None
+    remotes = [wire.remote(RemoteParameterServer, one) for one in served]
+    with contextlib.closing(make_worker(remotes)) as worker:
+        found = ask_worker(wire.remote(RemoteEmbeddingWorker, worker))
+    assert first_difference(wanted, found) is None
 
 
 def test_arrays_that_arrive_are_the_receivers_own(wire: Wire) -> None:
     """T2: writing into what came back changes no row."""
-    with remote(wire, RemoteParameterServer, *make_servers(1)) as (server,):
-        slot = SCHEMA.slots["sum"]
-        ask = (TableSigns(slot.table, np.array([sign("sum", 1)], np.uint64)),)
-        rows = server.lookup(LookupRequest(1, True, ask)).tables[0].rows
-        before = rows.copy()
-        rows[:] = 7.0
-        again = server.lookup(LookupRequest(1, False, ask)).tables[0].rows
-        np.testing.assert_array_equal(again, before)
-
-
-def test_errors_name_the_server_behind_the_worker(wire: Wire) -> None:
-    with (
-        remote(wire, RemoteParameterServer, *make_servers(2)) as remotes,
-        contextlib.closing(make_worker(list(remotes))) as worker,
-        remote(wire, RemoteEmbeddingWorker, worker) as (stub,),
-    ):
-        remotes[1].close()
-        with pytest.raises(PersiaError, match="embedding-parameter-server 1") as caught:
-            stub.get_embedding_size()
-        where = remotes[1].client.address
-        expected = ("embedding-parameter-server", 1, where, "get_embedding_size")
-        assert place(caught.value) == expected
-
-
-def test_hello_is_checked(wire: Wire) -> None:
-    (plain, _) = make_servers(2)
-    served = serve(wire.transport, wire.address(), parameter_server(), plain)
-    with pytest.raises(ConfigError, match="expected embedding-worker, found embedding-para"):
-        RemoteEmbeddingWorker.connect(wire.transport, served.address)
-    with pytest.raises(
-        ConfigError, match="expected embedding-parameter-server 1, found 0 of 2"
-    ):
-        RemoteParameterServer.connect(wire.transport, served.address, replica=1)
-    with contextlib.closing(
-        RemoteParameterServer.connect(wire.transport, served.address)
-    ) as server:
-        assert server.schema_fingerprint == plain.schema_fingerprint
-        assert server.client.hello() == served.hello
-        assert server.client.incarnation == served.hello.incarnation
-    served.stop()
+    server = wire.remote(RemoteParameterServer, make_servers(1)[0])
+    ask = (TableSigns(SCHEMA.slots["sum"].table, np.array([sign("sum", 1)], np.uint64)),)
+    rows = server.lookup(LookupRequest(1, True, ask)).tables[0].rows
+    before = rows.copy()
+    rows[:] = 7.0
+    again = server.lookup(LookupRequest(1, False, ask)).tables[0].rows
+    np.testing.assert_array_equal(again, before)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,60 +12,49 @@ import pytest
 from persia._rpc import worker_pool as workers_module
 from persia._rpc.messages import LookupResult
 from persia._rpc.methods import embedding_worker
-from persia._rpc.server import Server, serve
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import EmbeddingWorkers
-from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
+from tests.rpc.support import Wire
+from tests.support.fixtures import Log, Monkey
 from tests.support.services import features, gradient, make_servers, make_worker, settings
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
 TRY_S = 0.5
-ADDRESS = f"ipc://@{os.getpid()}-worker"
 
 
 class Job:
     """Two embedding-workers over one set of servers, and what an nn-worker sees of them."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        transport = ZmqTransport()
+    def __init__(self, wire: Wire) -> None:
         servers = make_servers()
-        self.own = [stack.enter_context(contextlib.closing(make_worker(servers))) for _ in "ab"]
+        self.own = [make_worker(servers) for _ in "ab"]
         self.servers = [
-            serve(
-                transport,
-                f"{ADDRESS}-{number}",
-                embedding_worker(),
-                worker,
-                replica_index=number,
-                replica_size=2,
-            )
+            wire.serve(worker, role=embedding_worker(), replica_index=number, replica_size=2)
             for number, worker in enumerate(self.own)
         ]
-        for server in self.servers:
-            stack.callback(server.stop, 0.0)
         self.workers = EmbeddingWorkers(
-            transport,
+            wire.transport,
             lambda on_restart: [
-                RemoteEmbeddingWorker.connect(transport, server.address)
+                RemoteEmbeddingWorker.connect(wire.transport, server.address)
                 for server in self.servers
             ],
         )
-        stack.callback(self.workers.close)
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(ipc_wire: Wire, monkeypatch: Monkey) -> Iterator[Job]:
     monkeypatch.setattr(workers_module, "_TRY_S", TRY_S)
     monkeypatch.setattr(workers_module, "_PROBE_S", TRY_S)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "120")
-    with contextlib.ExitStack() as stack:
-        yield Job(stack)
+    made = Job(ipc_wire)
+    yield made
+    made.workers.close()
+    for worker in made.own:
+        worker.close()
 
 
-def test_w69_a_dead_worker_costs_its_time_once(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_w69_a_dead_worker_costs_its_time_once(job: Job, caplog: Log) -> None:
     job.servers[0].stop(0.0)
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING, workers_module.__name__):
@@ -108,7 +95,7 @@ def test_w69_the_batches_of_a_dead_worker_go_to_another(job: Job) -> None:
 
 @pytest.mark.parametrize("is_slow", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_worker_that_is_slow_or_whose_server_is_away_is_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+    job: Job, monkeypatch: Monkey, is_slow: bool
 ) -> None:
     # Another worker would miss the same server: trying all in turn would end before it is back.
     handle = job.workers.register(features({"sum": [[1]]}))
@@ -128,7 +115,7 @@ def test_a_worker_that_is_slow_or_whose_server_is_away_is_waited_for(
 
 @pytest.mark.slow
 def test_a_worker_that_was_started_again_and_looks_for_its_servers_is_waited_for(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: Monkey
 ) -> None:
     handle = job.workers.register(features({"sum": [[1]]}))
     until = time.monotonic() + 3 * TRY_S
@@ -148,16 +135,15 @@ def test_a_worker_that_was_started_again_and_looks_for_its_servers_is_waited_for
 
 
 def test_a_worker_that_waits_for_its_servers_is_asked_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ipc_wire: Wire, monkeypatch: Monkey, caplog: Log
 ) -> None:
     monkeypatch.setattr(workers_module, "_LINE_S", 1.0)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "4")
-    transport = ZmqTransport()
     why = "no embedding-parameter-server answers: no connection to tcp://10.0.0.7:8888"
-    server = Server(transport, ADDRESS, embedding_worker(), None, ready=lambda: why)
-    server.start()
+    server = ipc_wire.serve(None, role=embedding_worker(), ready=lambda: why)
     workers = EmbeddingWorkers(
-        transport, lambda _: [RemoteEmbeddingWorker.connect(transport, ADDRESS)]
+        ipc_wire.transport,
+        lambda _: [RemoteEmbeddingWorker.connect(ipc_wire.transport, server.address)],
     )
 
     def stop_server(record: logging.LogRecord) -> bool:
@@ -170,9 +156,10 @@ def test_a_worker_that_waits_for_its_servers_is_asked_why(
         with pytest.raises(ServiceUnavailable, match=said) as raised:
             workers.configure(settings())
         assert raised.value.role == "embedding-parameter-server"
-        assert caplog.messages[0].startswith(f"waiting: embedding-worker 0 at {ADDRESS}: ")
+        assert caplog.messages[0].startswith(
+            f"waiting: embedding-worker 0 at {server.address}: "
+        )
         assert caplog.messages[0].endswith("no connection to tcp://10.0.0.7:8888")
     finally:
         logging.getLogger(workers_module.__name__).removeFilter(stop_server)
         workers.close()
-        server.stop(0.0)

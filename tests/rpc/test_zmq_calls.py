@@ -20,7 +20,8 @@ from persia._rpc.client import Client
 from persia._rpc.frame import Part
 from persia.errors import ServiceTimeout
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import PATIENCE_S, Wire, toy, watched
+from tests.rpc.support import PATIENCE_S, Wire, watched
+from tests.support.streams import Background
 
 
 def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(
@@ -110,45 +111,40 @@ def test_a_connection_that_breaks_within_a_message_costs_that_message_alone(
         dealer.disable_monitor()
 
 
-# --- the caller that receives -------------------------------------------------------------
-
-
 def test_one_thread_has_many_calls_in_flight(wire: Wire) -> None:
-    with toy(wire) as (client, service):
-        held = client.begin("hold", 7)
-        service.await_held()
-        sizes = [*range(20), *range(3000, 3020)]
-        begun = [client.begin("fill", size) for size in sizes]
-        for size, flight in reversed([*zip(sizes, begun, strict=True)]):
-            np.testing.assert_array_equal(
-                flight.result().signs, np.arange(size, dtype=np.uint64)
-            )
-        service.permits.release()
-        assert held.result() == 7
-        assert not client._pending
+    _, service, client = wire.toy()
+    held = client.begin("hold", 7)
+    service.await_held()
+    sizes = [*range(20), *range(3000, 3020)]
+    begun = [client.begin("fill", size) for size in sizes]
+    for size, flight in reversed([*zip(sizes, begun, strict=True)]):
+        np.testing.assert_array_equal(flight.result().signs, np.arange(size, dtype=np.uint64))
+    service.permits.release()
+    assert held.result() == 7
+    assert not client._pending
 
 
 def test_a_call_that_is_cancelled_leaves_nothing_behind(wire: Wire) -> None:
-    with toy(wire) as (client, service):
-        held = client.begin("hold", 1)
-        service.await_held()
-        held.cancel()
-        assert not client._pending
-        service.permits.release()
-        assert client.call("fill", 2).signs.tolist() == [0, 1]
+    _, service, client = wire.toy()
+    held = client.begin("hold", 1)
+    service.await_held()
+    held.cancel()
+    assert not client._pending
+    service.permits.release()
+    assert client.call("fill", 2).signs.tolist() == [0, 1]
 
 
 @WAITING
 def test_a_caller_who_gives_up_leaves_its_turn(wire: Wire) -> None:
-    with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
-        impatient = client.begin("hold", 1, timeout_s=0.3)
-        service.await_held()
-        other = pool.submit(client.call, "hold", 2)
-        with pytest.raises(ServiceTimeout):
-            impatient.result()
-        service.await_held()
-        service.permits.release(2)
-        assert other.result(PATIENCE_S) == 2
+    _, service, client = wire.toy()
+    impatient = client.begin("hold", 1, timeout_s=0.3)
+    service.await_held()
+    other = Background(lambda: client.call("hold", 2))
+    with pytest.raises(ServiceTimeout):
+        impatient.result()
+    service.await_held()
+    service.permits.release(2)
+    assert other.result() == 2
 
 
 class Interrupted(Exception):
@@ -175,7 +171,8 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(wire: Wire) -> None:
         return num_asked
 
     is_enough = threading.Event()
-    with toy(wire) as (client, _), ThreadPoolExecutor(2) as pool:
+    _, _, client = wire.toy()
+    with ThreadPoolExecutor(2) as pool:
         others = [pool.submit(ask, number) for number in range(2)]
         before = signal.signal(signal.SIGALRM, interrupt)
         num_interrupted = 0
@@ -201,17 +198,17 @@ def test_a_signal_in_who_receives_loses_nobodys_answer(wire: Wire) -> None:
 
 
 def test_the_own_thread_sleeps_while_a_caller_receives_for_long(wire: Wire) -> None:
-    with toy(wire) as (client, service), ThreadPoolExecutor(1) as pool:
-        held = pool.submit(client.call, "hold", 7)
-        service.await_held()
-        before = num_waits(client)
-        threading.Event().wait(0.5)  # nothing is to happen meanwhile
-        # Fifty looks a second, times each data-loader and each of its ranks, are too many.
-        assert num_waits(client) - before < 8
-        service.permits.release()
-        assert held.result(PATIENCE_S) == 7
-        # No answer waits for it afterwards.
-        assert client.call("add", 1) == 1
+    _, service, client = wire.toy()
+    held = Background(lambda: client.call("hold", 7))
+    service.await_held()
+    before = num_waits(client)
+    threading.Event().wait(0.5)  # nothing is to happen meanwhile
+    # Fifty looks a second, times each data-loader and each of its ranks, are too many.
+    assert num_waits(client) - before < 8
+    service.permits.release()
+    assert held.result() == 7
+    # No answer waits for it afterwards.
+    assert client.call("add", 1) == 1
 
 
 def num_waits(client: Client) -> int:

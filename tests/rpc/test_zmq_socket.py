@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from persia._rpc.client import Client
-from persia._rpc.server import ServerLimits, serve
 from persia._rpc.transport import Outgoing, Parts
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import InternalError, ServiceUnavailable
-from tests.rpc.support import TOY, ToyService, watched
-
-WAIT_S = 20.0
-
-
-@pytest.fixture
-def transport() -> Iterator[ZmqTransport]:
-    with contextlib.closing(ZmqTransport()) as made:
-        yield made
+from tests.rpc.support import PATIENCE_S, Wire, watched
+from tests.support.fixtures import Monkey
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/a"
+def transport(ipc_wire: Wire) -> ZmqTransport:
+    return ipc_wire.transport
+
+
+@pytest.fixture
+def address(ipc_wire: Wire) -> str:
+    return ipc_wire.address()
 
 
 def test_an_end_that_is_closed_while_its_connection_breaks_has_no_endless_thread(
@@ -51,19 +43,19 @@ def test_an_end_that_is_closed_while_its_connection_breaks_has_no_endless_thread
     def step_of_a_cut_end() -> bool:
         if is_cut.is_set():
             came_here.set()
-            assert may_go_on.wait(WAIT_S)
+            assert may_go_on.wait(PATIENCE_S)
         return step()
 
     channel._check_monitor = cut  # type: ignore[method-assign]
     channel._step = step_of_a_cut_end  # type: ignore[method-assign]
     channel.start(lambda parts: None, lambda: None)
-    assert came_here.wait(WAIT_S)
+    assert came_here.wait(PATIENCE_S)
     closing = threading.Thread(target=channel.close, daemon=True)
     closing.start()
     while not channel._is_closing:
         closing.join(0.001)
     may_go_on.set()
-    closing.join(WAIT_S)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
 
 
@@ -77,92 +69,57 @@ def test_w48_an_end_that_is_closed_while_its_thread_looks_ends(
 
     def look_late() -> bool:
         looking.set()
-        assert closed.wait(WAIT_S)
+        assert closed.wait(PATIENCE_S)
         return look()
 
     listener._step = look_late  # type: ignore[method-assign]
     listener.start(lambda peer, parts: None, lambda reason: None)
-    assert looking.wait(WAIT_S)
+    assert looking.wait(PATIENCE_S)
     # What ``close`` does before it waits for the thread.
     with listener._lock:
         listener._is_closing = True
         listener._wake()
     closed.set()
     assert listener._thread is not None
-    listener._thread.join(WAIT_S)
+    listener._thread.join(PATIENCE_S)
     assert not listener._thread.is_alive()
 
 
-class Broken(Exception):
-    """What a test has the thread of an end fail with."""
-
-
-@pytest.fixture
-def failures(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[BaseException | None]:
-    """What ended a thread."""
-    found: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    monkeypatch.setattr(threading, "excepthook", lambda args: found.put(args.exc_value))
-    return found
-
-
-def break_thread(end: Any) -> Callable[[], None]:
-    """Returns what makes the thread of an end, once it has started, fail at its next look."""
-    is_to_break, step = threading.Event(), end._step
+def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
+    ipc_wire: Wire, monkeypatch: Monkey
+) -> None:
+    """A listener's thread ends its process the same way, by ``threading.excepthook``."""
+    error = ValueError("why")
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.put(args.exc_value))
+    server, service = ipc_wire.serve_toy(num_threads=1)
+    channel = ipc_wire.transport.connect(server.address)
+    is_to_break, step = threading.Event(), channel._step
 
     def look() -> bool:
         if is_to_break.is_set():
-            raise Broken("why")
-        return bool(step())
+            raise error
+        return step()
 
-    def break_it() -> None:
-        is_to_break.set()
-        with end._lock:
-            end._wake_out.send(b"\0")
-
-    end._step = look
-    return break_it
-
-
-def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
-    transport: ZmqTransport,
-    address: str,
-    monkeypatch: pytest.MonkeyPatch,
-    failures: queue.SimpleQueue[BaseException | None],
-) -> None:
-    service = ToyService()
-    server = serve(transport, address, TOY, service, settings=ServerLimits(num_threads=1))
-    channel = transport.connect(address)
-    break_it = break_thread(channel)
-    monkeypatch.setattr(transport, "connect", lambda address: channel)
-    with (
-        contextlib.closing(Client(transport, server.address, TOY, timeout_s=WAIT_S)) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        client.hello()
+    monkeypatch.setattr(channel, "_step", look)
+    monkeypatch.setattr(ipc_wire.transport, "connect", lambda address: channel)
+    client = ipc_wire.client(server)
+    client.hello()
+    with ThreadPoolExecutor(2) as pool:
         once = pool.submit(client.call, "hold", 1)
-        assert service.holding.acquire(timeout=WAIT_S)
+        service.await_held()
         again = pool.submit(client.call, "add", 1)  # waits for the one thread
-        break_it()
+        is_to_break.set()
+        with channel._lock:
+            channel._wake_out.send(b"\0")
         with pytest.raises(InternalError, match=r"persia-channel .*why") as caught:
-            again.result(WAIT_S / 2)
-        assert isinstance(caught.value.__cause__, Broken)
+            again.result(PATIENCE_S / 2)
+        assert caught.value.__cause__ is error
         with pytest.raises(ServiceUnavailable):
-            once.result(WAIT_S / 2)
+            once.result(PATIENCE_S / 2)
         with pytest.raises(InternalError, match=r"persia-channel .*why"):
             client.call("add", 1)
-    assert isinstance(failures.get(timeout=WAIT_S), Broken)
-    service.permits.release()
-    server.stop()
-
-
-def test_a_listener_whose_thread_fails_says_so_where_a_process_looks(
-    transport: ZmqTransport, address: str, failures: queue.SimpleQueue[BaseException | None]
-) -> None:
-    listener = transport.listen(address)
-    break_it = break_thread(listener)
-    listener.start(lambda peer, parts: None, lambda reason: None)
-    break_it()
-    assert isinstance(failures.get(timeout=WAIT_S), Broken)
+    assert ended.get(timeout=PATIENCE_S) is error
 
 
 def test_an_exception_of_a_signal_as_a_message_is_sent_does_not_close_the_end(
@@ -182,7 +139,7 @@ def test_an_exception_of_a_signal_as_a_message_is_sent_does_not_close_the_end(
     with pytest.raises(TimeoutError):
         channel.send(Interrupted([b"1"]))
     channel.send(Outgoing([b"2"]))
-    assert bytes(came.get(timeout=WAIT_S)[0]) == b"2"
+    assert bytes(came.get(timeout=PATIENCE_S)[0]) == b"2"
 
 
 def test_a_transport_that_is_closed_holds_no_array(
@@ -194,7 +151,7 @@ def test_a_transport_that_is_closed_holds_no_array(
 
     def take(peer: bytes, parts: Parts) -> None:
         came_here.set()
-        may_go_on.wait(WAIT_S)
+        may_go_on.wait(PATIENCE_S)
 
     listener.start(take, lambda reason: None)
     channel = transport.connect(address)
@@ -205,7 +162,7 @@ def test_a_transport_that_is_closed_holds_no_array(
         gone.append(is_gone)
         channel.send(Outgoing([b"head", array.data]))
         del array
-    assert came_here.wait(WAIT_S)
+    assert came_here.wait(PATIENCE_S)
     channel.close()
     may_go_on.set()
     transport.close()

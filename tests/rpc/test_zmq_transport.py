@@ -9,20 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from persia._rpc.client import Client
 from persia._rpc.messages import TableSigns
 from persia._rpc.server import Server
 from persia.errors import ConfigError, ServiceUnavailable
-from tests.rpc.support import TOY, ToyService, Wire, make_client, toy_server
+from tests.rpc.support import TOY, ToyService, Wire
 
 
 def test_addresses_in_use_are_refused(wire: Wire) -> None:
-    with toy_server(wire) as (server, _):
-        with pytest.raises(ConfigError, match="process listens there") as caught:
-            wire.transport.listen(server.address)
-        assert wire.kind == "ipc" or "PERSIA_EMBEDDING_WORKERS" in str(caught.value)
-        with make_client(wire, server) as client:
-            assert client.call("add", 1) == 1
+    server, _ = wire.serve_toy()
+    with pytest.raises(ConfigError, match="process listens there") as caught:
+        wire.transport.listen(server.address)
+    assert wire.kind == "ipc" or "PERSIA_EMBEDDING_WORKERS" in str(caught.value)
+    assert wire.client(server).call("add", 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -47,15 +45,13 @@ def test_fifty_starts_and_stops_leave_no_thread_and_no_socket(tmp_path: Path) ->
     def cycle(number: int) -> None:
         wire = Wire("ipc" if number % 2 else "tcp", tmp_path)
         Server(wire.transport, wire.address(), TOY, ToyService()).stop()  # never started
-        with toy_server(wire, f"ipc://{tmp_path}/one" if number % 2 else None) as (server, _):
-            with make_client(wire, server) as client:
-                # Large enough to be sent without a copy, which starts pyzmq's collector.
-                assert len(client.call("echo", [TableSigns(0, np.zeros(1 << 16, "u8"))])) == 1
-            lost = Client(wire.transport, f"ipc://{tmp_path}/free", TOY, timeout_s=0.0)
-            with pytest.raises(ServiceUnavailable):
-                lost.call("add", 1)
-            lost.close()
-        wire.transport.close()
+        server, _ = wire.serve_toy(f"ipc://{tmp_path}/one" if number % 2 else None)
+        # Large enough to be sent without a copy, which starts pyzmq's collector.
+        large = [TableSigns(0, np.zeros(1 << 16, "u8"))]
+        assert len(wire.client(server).call("echo", large)) == 1
+        with pytest.raises(ServiceUnavailable):
+            wire.client(f"ipc://{tmp_path}/free", timeout_s=0.0).call("add", 1)
+        wire.close()
 
     def left() -> tuple[set[str], int]:
         gc.collect()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from persia._core.store.snapshot import Snapshot
 from persia._files import catalog
 from persia._files.catalog import below
 from persia._files.part_writer import PartWriter
@@ -96,12 +96,8 @@ def test_copies_have_room_before_a_packet(tmp_path: Path, monkeypatch: Monkey) -
             train(make_worker(servers), number, 1)
             server.flush_changes()
     assert rooms == [1 << 40] * 2
-
-    def fails(cut: Snapshot) -> int:
-        raise MemoryError
-
     with monkeypatch.context() as patch:  # no open cut is left, which would stop training
-        patch.setattr(incremental, "room_for_copies", fails)
+        patch.setattr(incremental, "room_for_copies", Mock(side_effect=MemoryError))
         train(make_worker(servers), 2, 1)
         with pytest.raises(MemoryError):
             server.flush_changes()
@@ -133,11 +129,8 @@ def test_packets_of_two_jobs_do_not_mix(tmp_path: Path, monkeypatch: Monkey) -> 
     # One that fails leaves no files; its rows come with the next.
     before = files_in(tmp_path)
     train(make_worker([second]), 1, 1)
-
-    def fails(*_: Any) -> Any:
-        raise CheckpointError("No space left on device")
-
-    monkeypatch.setattr(catalog, "publish", fails)
+    full = Mock(side_effect=CheckpointError("No space left on device"))
+    monkeypatch.setattr(catalog, "publish", full)
     with pytest.raises(CheckpointError, match="No space"):
         second.flush_changes()
     assert files_in(tmp_path) == before

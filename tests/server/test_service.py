@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,10 +26,9 @@ from persia._rpc.messages import (
 from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import ConfigError, DataTypeError, DimMismatch, NotConfigured, StoreError
+from tests.support.processes import run
 from tests.support.services import ADAGRAD, ADAM, SCHEMA, SETTINGS, SGD, make_servers, settings
 from tests.support.streams import Background
-
-ROOT = Path(__file__).parents[2]
 
 TABLE = SCHEMA.slots["mean"].table
 DIM = SCHEMA.slots["mean"].dim
@@ -479,14 +476,8 @@ lines = Path("/proc/self/status").read_text().splitlines()
 (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
 print(peak, server.stats()["bytes"] // 1024)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ran = run("-c", code)
+    assert ran.returncode == 0, ran.stderr
     process, store = map(int, ran.stdout.split())  # KiB
     assert process < 100 * 1024
     assert store < 1024

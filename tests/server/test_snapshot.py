@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,13 +75,10 @@ def test_a_cut_has_room_or_is_closed(trained: Trained, monkeypatch: Monkey) -> N
         begun.append(cut)
         return 1 << 40
 
-    def about(settings: RowSettings) -> str:
-        raise MemoryError
-
     monkeypatch.setattr(snapshot, "room_for_copies", room_for_copies)
     _, (server, *_) = trained
     with monkeypatch.context() as patch:
-        patch.setattr(RowSettings, "about", about)
+        patch.setattr(RowSettings, "about", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             server.begin_cut(CutRequest(9, None))
     assert begun.pop().is_closed

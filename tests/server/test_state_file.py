@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from persia._core.store.store import EmbeddingStore
 from persia._rpc.messages import (
     LookupRequest,
     TableGradients,
@@ -227,11 +227,8 @@ def test_rows_that_have_no_room_are_kept(directory: Path, monkeypatch: Monkey) -
     first = begun(directory)
     before = rows(first)
     kill(first)
-
-    def attach(*_: Any, **__: Any) -> EmbeddingStore:
-        raise MemoryError("shard 1: no memory")
-
     with monkeypatch.context() as patch:
+        attach = Mock(side_effect=MemoryError("shard 1: no memory"))
         patch.setattr(ServerSettings, "_new_store", attach)
         with pytest.raises(StoreError, match="The file is kept"):
             serve(open_file(directory))

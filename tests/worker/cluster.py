@@ -16,14 +16,6 @@ from tests.support.services import SGD, make_servers, make_worker, value
 WIDE = 2**56  # the first id that does not fit 64 - 8 bits
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Faulty:
     """A server whose next calls fail, before or after they took effect."""
 

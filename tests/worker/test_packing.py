@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from persia._cluster.embedded import build_embedding_worker
 from persia._core.ids import cardinality
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import IDFeatures, LookupRequest, TableEntries
 from persia._worker.packing import UNSEEN_AFTER, BatchPlanner
-from persia.config import EmbeddingSchema, GlobalConfig
+from persia.config import EmbeddingSchema
 from persia.errors import DataError, DataTypeError, StoreError
 from tests.support.fixtures import Log
 from tests.support.services import (
@@ -169,31 +168,18 @@ def test_bad_rows_are_refused(change: Any, error: type[Exception], message: str)
         assert sum(worker.get_embedding_size()) == 0
 
 
-SLOTS = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}, "tags": {"dim": 8}}})
-
-
-def batch(number: int) -> IDFeatures:
-    user = FeatureBatch.from_single("user", np.array([1, 2, 1, number], np.uint64))
-    tags = FeatureBatch.from_csr(
-        "tags", np.array([9, 9, number], np.uint64), np.array([0, 2, 2, 3, 3])
-    )
-    return IDFeatures((user, tags), number, requires_grad=True)
-
-
 def test_a_batch_counts_once_however_often_it_is_asked_for() -> None:
-    worker = build_embedding_worker(SLOTS, GlobalConfig.load(None))
-    try:
+    with faulty_cluster() as (worker, _):
         for number in (50, 51, 51):
-            worker.register(batch(number))
-        user, tags = worker.feature_stats()
-    finally:
-        worker.close()
-    assert (user.name, user.dim, user.num_samples, user.num_empty) == ("user", 4, 8, 0)
-    assert (tags.name, tags.dim, tags.num_samples, tags.num_empty) == ("tags", 8, 8, 4)
-    assert (user.num_ids, tags.num_ids) == (8, 6)
-    assert round(cardinality.estimate(user.registers)) == 4
-    assert round(cardinality.estimate(tags.registers)) == 3
-    both = np.maximum(user.registers, tags.registers)
+            batch = {"sum": [[1], [2], [1], [number]], "raw": [[9, 9], [], [number], []]}
+            worker.register(features(batch, number))
+        found = {one.name: one for one in worker.feature_stats()}
+    one, other = found["sum"], found["raw"]
+    assert (one.dim, one.num_samples, one.num_empty, one.num_ids) == (4, 8, 0, 8)
+    assert (other.dim, other.num_samples, other.num_empty, other.num_ids) == (8, 8, 4, 6)
+    assert round(cardinality.estimate(one.registers)) == 4
+    assert round(cardinality.estimate(other.registers)) == 3
+    both = np.maximum(one.registers, other.registers)
     assert round(cardinality.estimate(both)) == 5
 
 

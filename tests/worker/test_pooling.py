@@ -197,17 +197,9 @@ def test_slots_without_a_gradient_are_skipped_and_take_no_step() -> None:
             features({"sum": [[1, 2]], "max": [[2, 3]], "mean": [[4]], "raw": [[5]]})
         )
         before = [embeddings(servers, "sum", [1]), embeddings(servers, "mean", [4])]
-        report = worker.update(
-            BatchGradients(
-                result.ref or 0,
-                (0, 0),
-                (
-                    SlotGradient("max", np.ones((1, 4), np.float32)),
-                    SlotGradient("sum", None),
-                    SlotGradient("raw", np.ones((1, 8), np.float32)),
-                ),
-            )
-        )
+        given = {"max": np.ones((1, 4), np.float32), "sum": None, "raw": np.ones((1, 8), "f4")}
+        slots = tuple(SlotGradient(name, values) for name, values in given.items())
+        report = worker.update(BatchGradients(result.ref or 0, (0, 0), slots))
         assert report.skipped == ("sum", "mean")
         assert [embeddings(servers, "sum", [1]), embeddings(servers, "mean", [4])] == before
         assert worker.stats()["skipped_slots"] == 2

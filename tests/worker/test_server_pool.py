@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +21,11 @@ from persia._rpc.messages import (
     TableRows,
 )
 from persia._rpc.methods import parameter_server
-from persia._rpc.server import Server, serve
-from persia._rpc.zmq_transport import ZmqTransport
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, ProtocolError, ServiceUnavailable
+from tests.rpc.support import PATIENCE_S, Wire
 from tests.support.fixtures import Log
 from tests.support.services import (
     ADAM,
@@ -53,24 +53,22 @@ class Cluster:
     """An embedding-worker, and servers that can be killed and restarted."""
 
     def __init__(self, objects: list[Any]) -> None:
-        self.transport = ZmqTransport()
+        self._wire = Wire("ipc", Path(f"@{os.getpid()}-servers"))
         self.objects = objects
-        self.servers = [self._serve(number) for number in range(len(objects))]
+        self.servers = [self._wire.serve(one, role=parameter_server()) for one in objects]
         self.remotes = connect_parameter_servers(
-            self.transport,
-            addresses=[_address(number) for number in range(len(objects))],
-            timeout_s=20.0,
+            self._wire.transport,
+            addresses=[server.address for server in self.servers],
+            timeout_s=PATIENCE_S,
             on_restart=lambda number: self.worker.reconfigure_server(number),
         )
         self.worker: EmbeddingWorker = make_worker(list(self.remotes))
 
-    def _serve(self, number: int) -> Server:
-        return serve(self.transport, _address(number), parameter_server(), self.objects[number])
-
     def restart(self, number: int) -> None:
+        address = self.servers[number].address
         self.servers[number].stop()
-        self.objects[number] = unset_servers()[number]
-        self.servers[number] = self._serve(number)
+        new = self.objects[number] = unset_servers()[number]
+        self.servers[number] = self._wire.serve(new, address, role=parameter_server())
 
     def configured(self) -> EmbeddingWorker:
         self.worker.configure(SETTINGS)
@@ -81,13 +79,7 @@ class Cluster:
         self.worker.close()
         for remote in self.remotes:
             remote.close()
-        for server in self.servers:
-            server.stop()
-        self.transport.close()
-
-
-def _address(number: int) -> str:
-    return f"ipc://@{os.getpid()}-server/{number}"
+        self._wire.close()
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc import messages
 from persia._rpc.messages import BatchGradients, IDFeatures, SlotGradient
 from persia.errors import DataError, DataTypeError, ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.support.services import ADAM, features, gradient, make_servers, make_worker, settings
 from tests.support.streams import Background
-from tests.worker.cluster import Clock, Slow, embeddings, faulty_cluster
+from tests.worker.cluster import Slow, embeddings, faulty_cluster
 
 
 def test_a_ref_lives_from_registration_to_its_acknowledged_gradient() -> None:
@@ -85,14 +84,14 @@ def test_a_released_ref_is_gone_and_may_be_released_again() -> None:
 
 
 def test_w46_what_is_not_used_expires_by_its_own_age() -> None:
-    clock = Clock()
-    with faulty_cluster(clock=clock, buffered_data_expired_sec=10) as (worker, _):
+    now = 1000.0
+    with faulty_cluster(clock=lambda: now, buffered_data_expired_sec=10) as (worker, _):
         refs = [worker.register(features({"sum": [[x]]}, x)) for x in range(3)]
-        clock.now += 6
+        now += 6
         result = worker.lookup(refs[0], True)  # used, so it stays
-        clock.now += 3.9
+        now += 3.9
         assert worker.stats()["in_flight"] == 3
-        clock.now += 0.1
+        now += 0.1
         assert worker.stats()["in_flight"] == 1
         assert worker.stats()["expired"] == 2
         with pytest.raises(UnknownRef, match=r"unused for 10 s"):
@@ -100,7 +99,7 @@ def test_w46_what_is_not_used_expires_by_its_own_age() -> None:
         worker.update(gradient(result))
         # A batch looked up, whose gradient never came, goes as well.
         worker.lookup_direct(features({"sum": [[1]]}))
-        clock.now += 10
+        now += 10
         worker.register(features({"sum": [[1]]}, 9))
         assert worker.stats()["in_flight"] == 1
         assert worker.stats()["expired"] == 3
@@ -149,12 +148,6 @@ def test_an_update_waits_for_the_one_before_of_its_ref(other: int) -> None:
 
 
 # --- failures and refusals ------------------------------------------------------------------
-
-
-def test_both_roles_answer_their_protocols() -> None:
-    server: messages.ParameterServer = make_servers()[0]  # mypy is the test
-    worker: messages.EmbeddingWorker = make_worker([server])
-    assert worker.get_embedding_size() == [server.get_embedding_size()]
 
 
 @pytest.mark.parametrize("when", ["fail_before", "fail_after"])
