@@ -1,4 +1,4 @@
-"""Old names of a module are asked for in ``persia.compat``, at first use."""
+"""Old names of a module; those that are found: tests/compat."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import pytest
 from persia._deprecated import Renewed, names_of
 
 
-def test_a_name_is_found_with_a_warning_and_python_s_own_are_not_looked_for() -> None:
-    with pytest.warns(DeprecationWarning, match="persia.data.DataLoder is an old name"):
-        assert names_of("persia.data")("DataLoder").__name__ == "Dataloader"
+def test_names_of_pythons_own_are_not_looked_for() -> None:
     with pytest.raises(AttributeError, match=r"persia\.data' has no attribute '__path__'"):
         names_of("persia.data")("__path__")
 

@@ -10,7 +10,10 @@ from tests.support.processes import run
 pytestmark = pytest.mark.usefixtures("no_job")
 
 # Which load without torch: tests/meta/test_layers.py.
-MODULES = ("config", "embedding.data", "embedding.optim", "helper", "launcher", "prelude")
+MODULES = (
+    *("config", "ctx", "embedding.data", "embedding.optim", "helper", "launcher", "prelude"),
+    "_files.manifest",
+)
 
 
 def test_w51_import_prints_nothing_installs_nothing_and_loads_what_is_used() -> None:
@@ -29,8 +32,12 @@ def test_w51_import_prints_nothing_installs_nothing_and_loads_what_is_used() -> 
         "assert not logging.getLogger().handlers\n"
         "for log in logging.Logger.manager.loggerDict.values():\n"
         "    assert not getattr(log, 'handlers', None), log\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert 'pyarrow' not in sys.modules\n",
+        "assert not {'pyarrow', 'pydantic'} & sys.modules.keys()\n"
+        "persia.config.EmbeddingSchema.load({'slots_config': {'a': {'dim': 8}}})\n"
+        "assert 'pydantic' in sys.modules  # with the first document\n"
+        "persia.ctx.DataCtx()\n"
+        "assert persia.readers.Columns(['user']).names == ['user']\n"
+        "assert not {'torch', 'datasets'} & sys.modules.keys()\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -157,15 +157,11 @@ def test_what_does_not_fit_is_named() -> None:
         GAUC().update([0.1], [1], [1.5])
 
 
-def draw() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(3)
-    scores = rng.normal(size=501).round(2).astype(np.float32)
-    return scores, rng.random(501) < 0.4, rng.integers(0, 40, 501)
-
-
 def computed(*, low: int, high: int) -> list[float]:
     """What a rank computes that has seen these samples, and the other rank its own."""
-    scores, targets, groups = (column[low:high] for column in draw())
+    rng = np.random.default_rng(3)
+    scores = rng.normal(size=501).round(2).astype(np.float32)[low:high]
+    targets, groups = (rng.random(501) < 0.4)[low:high], rng.integers(0, 40, 501)[low:high]
     values: list[float] = []
     for bins in (None, 256):
         auc = AUC(bins)

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import socketserver
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from persia import _replica_index, env
 from persia._replica_index import name_of, name_server, own_number
 from persia.errors import ConfigError
 from tests.support.fixtures import Monkey
+from tests.support.web import serving
 
 # As the name server of a Compose network answers for 172.18.0.4.
 QUESTION = b"\x014\x010\x0218\x03172\x07in-addr\x04arpa\x00\x00\x0c\x00\x01"
@@ -46,14 +46,8 @@ def answering(answer: Callable[[bytes], list[bytes]]) -> Iterator[int]:
             for datagram in answer(question):
                 own.sendto(datagram, self.client_address)
 
-    with socketserver.UDPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(socketserver.UDPServer(("127.0.0.1", 0), Handler)) as port:
+        yield port
 
 
 # --- host names -----------------------------------------------------------------------------

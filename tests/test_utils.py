@@ -7,7 +7,7 @@ import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
@@ -19,20 +19,16 @@ from persia import utils
 from persia.errors import ConfigError
 
 
-@pytest.fixture
-def _torch_as_before() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_torch_as_before")
 def test_setup_seed() -> None:
     def draws() -> tuple[float, float, float]:
         utils.setup_seed(3)
         return random.random(), float(np.random.rand()), float(torch.rand(1))
 
-    assert draws() == draws()
-    assert torch.are_deterministic_algorithms_enabled()
+    try:
+        assert draws() == draws()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_yaml_round_trip_keeps_order(tmp_path: Path) -> None:

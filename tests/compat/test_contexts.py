@@ -19,7 +19,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, ServiceError
 from tests.support.processes import ROOT, run
-from tests.training.conftest import LOCKSTEP, Net, batches, step, train
+from tests.training.conftest import LOCKSTEP, Net, batches, new_ctx, step, train
 from tests.training.fakes import DIM, SpyWorker, make_batch
 
 SLOTS = {"slots_config": {"user": {"dim": DIM}, "tags": {"dim": DIM}}}
@@ -42,14 +42,14 @@ def old_ctx(**given: Any) -> Any:
         )
 
 
+TODAY: dict[str, Any] = {
+    "embedding_optimizer": Adagrad(lr=0.1),
+    "embedding_config": EmbeddingConfig((-0.1, 0.1), schema=SLOTS),
+}
+
+
 def today() -> list[float]:
-    model = Net()
-    with TrainCtx(
-        Adagrad(lr=0.1),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model=model,
-        embedding_config=EmbeddingConfig((-0.1, 0.1), schema=SLOTS),
-    ) as ctx:
+    with new_ctx(Net(), **TODAY) as ctx:
         return train(ctx, all_batches(), **LOCKSTEP)
 
 
@@ -99,16 +99,9 @@ def test_august_equals_today(tmp_path: Path) -> None:
 
 
 def test_november_equals_today() -> None:
-    model = Net()
     loader = Dataloader(all_batches(), 10, True, 60_000, **LOCKSTEP)
     with pytest.warns(DeprecationWarning, match="DDPOption"):
-        ctx: Any = TrainCtx(
-            model=model,
-            embedding_optimizer=Adagrad(lr=0.1),
-            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            embedding_config=EmbeddingConfig((-0.1, 0.1), schema=SLOTS),
-            torch_distributed_port=23456,  # type: ignore[call-arg]
-        )
+        ctx = new_ctx(Net(), **TODAY, torch_distributed_port=23456)
     with ctx:
         losses = [step(ctx, batch).item() for batch in loader]
     assert losses == today()

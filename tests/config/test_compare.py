@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from persia.config import EmbeddingSchema, _compare, describe_differences, schema_fingerprint
+from tests.config.test_schema import grouped
 from tests.support.fixtures import Monkey
 from tests.support.services import CONFIG, SCHEMA
 
@@ -60,28 +61,20 @@ def test_fingerprints_that_say_nothing_are_shown(monkeypatch: Monkey) -> None:
         )
 
 
-def grouped(**settings: dict[str, Any]) -> str:
-    """The fingerprint of slots in a group g, and one by itself."""
-    config = {
-        "slots_config": {name: {"dim": 8} for name in "abc"},
-        "feature_groups": {"g": ["a", "b"]},
-        "group_settings": settings,
-    }
-    return schema_fingerprint(EmbeddingSchema.load(config))
-
-
 def test_the_fingerprint_is_of_the_settings_too() -> None:
-    found = [
-        grouped(),
-        grouped(g={"optimizer": {}}),
-        grouped(g={"eviction": {}}),
-        grouped(g={"dtype": "float16"}),
-        grouped(g={"dtype": "bfloat16"}),
-        grouped(g={"optimizer": {"lr": 0.5}}),
-        grouped(g={"optimizer": {"lr": 0.25}}),
-        grouped(g={"optimizer": {"name": "adam", "lr": 0.25}}),
+    of_g: list[dict[str, Any]] = [
+        {},
+        {"optimizer": {}},
+        {"eviction": {}},
+        {"dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"optimizer": {"lr": 0.5}},
+        {"optimizer": {"lr": 0.25}},
+        {"optimizer": {"name": "adam", "lr": 0.25}},
     ]
+    found = [schema_fingerprint(grouped({"g": settings})) for settings in of_g]
     assert len(set(found)) == len(found)
-    text = describe_differences(found[5], grouped(c={"optimizer": {}}), "here", "there")
+    other = schema_fingerprint(grouped({"c": {"optimizer": {}}}))
+    text = describe_differences(found[5], other, "here", "there")
     assert "group_settings.c is absent here and {'optimizer'" in text
     assert "group_settings.g is {'optimizer': {'name': None, 'options': {'lr': 0.5}}}" in text

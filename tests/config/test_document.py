@@ -21,7 +21,6 @@ from persia.config.document import (
     validate,
 )
 from persia.errors import ConfigError
-from tests.support.processes import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +86,6 @@ def test_what_is_no_probability(value: Any) -> None:
     check_probability("p", 1.0)
     with pytest.raises(ConfigError, match=r"p: expected a probability in 0\.\.1"):
         check_probability("p", value)
-
-
-def test_pydantic_is_imported_with_the_first_document() -> None:
-    program = (
-        "import sys, persia, persia.launcher, persia.ctx, persia._files.manifest\n"
-        "assert 'pydantic' not in sys.modules\n"
-        "persia.config.EmbeddingSchema.load({'slots_config': {'a': {'dim': 8}}})\n"
-        "assert 'pydantic' in sys.modules\n"
-    )
-    assert run("-c", program).returncode == 0
 
 
 # --- files -----------------------------------------------------------------------------------

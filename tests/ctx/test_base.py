@@ -12,7 +12,6 @@ from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
-from tests.support.processes import run
 from tests.training.conftest import MakeCtx, batches, train
 from tests.training.fakes import SpyWorker, make_batch
 
@@ -63,12 +62,6 @@ def test_names_are_of_the_module_that_has_them() -> None:
     for name in persia.ctx.__all__:
         assert getattr(persia.ctx, name).__module__ == "persia.ctx"
     assert pickle.loads(pickle.dumps(PreprocessMode.EVAL)) is PreprocessMode.EVAL
-
-
-def test_ctx_is_imported_without_torch() -> None:
-    code = "import sys, persia.ctx; persia.ctx.DataCtx(); sys.exit('torch' in sys.modules)"
-    ran = run("-c", code)
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_common_context_of_the_original(worker: SpyWorker, make_ctx: MakeCtx) -> None:

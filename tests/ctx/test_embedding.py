@@ -18,7 +18,8 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceUnavailable
-from tests.training.conftest import LOCKSTEP, MakeCtx, Net, step, train
+from tests.training import conftest
+from tests.training.conftest import LOCKSTEP, MakeCtx, Net, embeddings_of, step, train
 from tests.training.fakes import DIM, NUM_IDS, SpyWorker, make_batch
 
 SLOTS: dict[str, Any] = {
@@ -39,10 +40,9 @@ def batch_of(number: int) -> PersiaBatch:
 
 
 def new_ctx(**options: Any) -> TrainCtx:
-    model = Net(len(NAMES))
     optimizer = Adagrad(lr=0.1, initial_accumulator_value=1e-8)
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainCtx(optimizer, dense, model=model, embedding_config=SLOTS, **options)
+    slots = {"embedding_optimizer": optimizer, "embedding_config": SLOTS}
+    return conftest.new_ctx(Net(len(NAMES)), **slots, **options)
 
 
 def values_of(ctx: TrainCtx) -> list[bytes]:
@@ -70,32 +70,24 @@ def test_runs_and_numbers_of_servers_and_threads_are_bit_equal() -> None:
     assert all(result == results[0] for result in results[1:])
 
 
-def test_slots_come_from_many_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "embedding_config.yml"
-    path.write_text("slots_config:\n  user:\n    dim: 4\n")
-    batch = make_batch(0, names=("user",))
-    sources: list[Any] = [
-        path,
-        str(path),
-        {"slots_config": {"user": {"dim": 4}}},
-        EmbeddingConfig(schema=path),
-        EmbeddingConfig(schema={"slots_config": {"user": {"dim": 4}}}),
-        None,
-    ]
-    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(path))
-    for source in sources:
+def test_configs_are_those_given_or_those_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, named, servers = (tmp_path / name for name in ("here.yml", "slots.yml", "global.yml"))
+    here.write_text("slots_config:\n  user:\n    dim: 4\n")
+    named.write_text("slots_config:\n  user:\n    dim: 8\n")
+    servers.write_text("embedded_config:\n  num_servers: 3\n")
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(named))
+    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(servers))
+    slots = {"slots_config": {"user": {"dim": 4}}}
+    read: list[Any] = [EmbeddingConfig(schema=source) for source in (here, slots)]
+    for source in (here, str(here), slots, *read, None):
         with eval_ctx(embedding_config=source) as ctx:
-            (user,) = ctx.get_embedding_from_data(batch).embedding_tensors
-            assert isinstance(user, torch.Tensor)
-            assert user.shape == (4, 4)
-
-
-def test_global_config_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "global_config.yml"
-    path.write_text("embedded_config:\n  num_servers: 3\n")
-    monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(path))
-    with eval_ctx(embedding_config=SLOTS) as ctx:
-        assert ctx.get_embedding_size() == [0, 0, 0]
+            batch = ctx.get_embedding_from_data(make_batch(0, names=("user",)))
+            assert embeddings_of(batch)[0].shape == (4, 8 if source is None else 4)
+            assert ctx.get_embedding_size() == [0, 0, 0]
+    with eval_ctx(embedding_config=slots, global_config={}) as ctx:
+        assert ctx.get_embedding_size() == [0]
 
 
 def test_unknown_feature_is_named_and_changes_nothing() -> None:
@@ -145,22 +137,14 @@ def test_evaluation_between_steps_changes_no_training_bit(make_ctx: MakeCtx) -> 
             for batch in DataLoader(data, **LOCKSTEP):
                 step(ctx, batch)
                 if evaluates:
+                    ctx.get_embedding_from_data(make_batch(9, requires_grad=False))
                     with eval_ctx(model=ctx.model) as inner:
                         for other in DataLoader([make_batch(99)], embedding_staleness=1):
                             inner.forward(other)
         runs.append({key: row.tobytes() for key, row in fake.rows.items()})
-        assert fake.update_ids[-1][1] == 11
+        # Admission by probability draws by batch id.
+        assert fake.of("lookup") == [number for _, number in fake.update_ids] == [*range(12)]
     assert runs[0] == runs[1]
-
-
-def test_evaluation_does_not_shift_batch_ids(worker: SpyWorker, make_ctx: MakeCtx) -> None:
-    # Admission by probability draws by batch id.
-    with make_ctx() as ctx:
-        for number in range(3):
-            ctx.get_embedding_from_data(make_batch(9, requires_grad=False))
-            step(ctx, ctx.get_embedding_from_data(make_batch(number)))
-    assert worker.of("lookup") == [0, 1, 2]
-    assert [number for _, number in sorted(worker.update_ids)] == [0, 1, 2]
 
 
 def test_forward_needs_a_model(worker: SpyWorker) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -81,19 +81,13 @@ def _vector(pooling: str, embedding: Any) -> torch.Tensor:
     return vector
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """The ids of each sample, the labels, and perhaps a weight for each id."""
 
     ids: list[NDArray[np.uint64]]
     labels: NDArray[np.float32]
     weights: list[NDArray[np.float32]] | None = None
-
-
-def _weighted(step: Step, rng: np.random.Generator) -> Step:
-    """The same step; some weights are negative, some 0."""
-    numbers = [rng.integers(-1, 4, len(ids)).astype(np.float32) for ids in step.ids]
-    return replace(step, weights=[each / np.float32(2) for each in numbers])
 
 
 def _steps(meets_all: bool) -> list[Step]:
@@ -296,7 +290,10 @@ def test_a_schedule_of_the_embeddings_is_torchs(group: str | None) -> None:
 @pytest.mark.parametrize("optimizer", list(ANY_ROWS))
 def test_weighted_ids_are_per_sample_weights(optimizer: str) -> None:
     rng = np.random.default_rng(8)
-    steps = [_weighted(step, rng) for step in _steps(meets_all=False)[:60]]
+    steps = _steps(meets_all=False)[:60]
+    for step in steps:  # some are negative, some 0
+        halves = [rng.integers(-1, 4, len(ids)).astype(np.float32) for ids in step.ids]
+        step.weights = [each / np.float32(2) for each in halves]
     _check("sum", ANY_ROWS[optimizer], steps)
 
 

@@ -2,58 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from persia.data import DataLoader
-from tests.distributed.batches import SLOTS, make_batch
+from tests.distributed.batches import make_batch
+from tests.distributed.conftest import Results, run_job
 from tests.distributed.net import make_ctx, rows
 from tests.distributed.scripts.phases_loader import COUNTS
-from tests.support.processes import DEADLINE_S, Cluster
 
 pytestmark = pytest.mark.slow  # one job of two ranks, half a minute
 
-SCRIPTS = Path(__file__).parent / "scripts"
 PHASES = ("even", "uneven", "even", "joined", "failing")
-
-Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results() -> tuple[Results, str, dict[str, int]]:
-    """Run every phase in one job; returns results by phase and rank, output, and statuses."""
-    with Cluster(SLOTS, num_servers=2, num_workers=2, num_ranks=2) as cluster:
-        cluster.start_servers()
-        cluster.start_loaders(SCRIPTS / "phases_loader.py", 2, *PHASES)
-        words = ("--nproc-per-node", "2", str(SCRIPTS / "phases.py"), *PHASES)
-        cluster.start("nn-worker", "nn-worker", *words).wait(DEADLINE_S)
-        cluster.processes["data-loader-0"].wait(DEADLINE_S)
-        output = cluster.log("nn-worker")
-        statuses = {
-            name: process.wait(DEADLINE_S)
-            for name, process in cluster.processes.items()
-            if not name.startswith("data-loader")
-        }
-        found = [json.loads(text) for text in re.findall(r"RESULT (\{.*\})", output)]
-        if len(found) != 2 * len(PHASES):
-            raise RuntimeError(cluster.logs())
-    return found, output, statuses
+def results() -> Results:
+    """Run every phase in one job."""
+    return run_job(2, *PHASES)[0]
 
 
-def of(results: Any, phase: str) -> list[Results]:
+def of(results: Results, phase: str) -> Results:
     """Return the runs of a phase, each by rank."""
-    ranks = [[one for one in results[0] if one["rank"] == rank] for rank in range(2)]
-    pairs = [list(pair) for pair in zip(*ranks, strict=True)]
-    return [pair for pair in pairs if pair[0]["phase"] == phase]
+    return [run for run in results if run[0]["phase"] == phase]
 
 
-def test_two_runs_have_the_same_bits(results: Any) -> None:
+def test_two_runs_have_the_same_bits(results: Results) -> None:
     one, two = of(results, "even")
     for rank in range(2):
         for key in ("ids", "losses", "rows", "parameters"):
@@ -63,23 +40,22 @@ def test_two_runs_have_the_same_bits(results: Any) -> None:
     assert [len(run["ids"]) for run in one] == [40, 40]
 
 
-def test_two_ranks_do_what_one_does_with_both_batches(results: Any) -> None:
+def test_two_ranks_do_what_one_does_with_both_batches(results: Results) -> None:
     one, _ = of(results, "even")
     batches = [make_batch(2 * number, 2 * number + 1) for number in range(40)]
     losses = []
     with make_ctx() as ctx:
-        loss_fn = torch.nn.BCEWithLogitsLoss()
         for batch in DataLoader(batches, reproducible=True, embedding_staleness=1):
             output, labels = ctx.forward(batch)
             assert labels is not None
-            losses.append(ctx.backward(loss_fn(output, labels[0])).item())
+            losses.append(ctx.backward(torch.nn.functional.mse_loss(output, labels[0])).item())
         held = rows(ctx)
     both = np.mean([one[0]["losses"], one[1]["losses"]], axis=0)
     np.testing.assert_allclose(both, losses, rtol=0, atol=1e-5)
     np.testing.assert_allclose(one[0]["rows"], held, rtol=0, atol=1e-5)
 
 
-def test_an_incomplete_round_is_dropped_and_counted(results: Any) -> None:
+def test_an_incomplete_round_is_dropped_and_counted(results: Results) -> None:
     (run,) = of(results, "uneven")
     more, fewer = COUNTS["uneven"]
     assert [len(rank["ids"]) for rank in run] == [fewer, fewer]
@@ -88,13 +64,13 @@ def test_an_incomplete_round_is_dropped_and_counted(results: Any) -> None:
     assert dropped == [more - fewer, 0]
 
 
-def test_or_trained_alone(results: Any) -> None:
+def test_or_trained_alone(results: Results) -> None:
     (run,) = of(results, "joined")
     assert [len(rank["ids"]) for rank in run] == list(COUNTS["joined"])
     assert run[0]["rows"] == run[1]["rows"]
 
 
-def test_the_failure_of_a_data_loader_is_everyones(results: Any) -> None:
+def test_the_failure_of_a_data_loader_is_everyones(results: Results) -> None:
     (run,) = of(results, "failing")
     # Both learn it; the one that meets it first announces its own failure to the other.
     failures = [rank["failure"] for rank in run]
@@ -102,7 +78,3 @@ def test_the_failure_of_a_data_loader_is_everyones(results: Any) -> None:
     assert named
     assert all("RuntimeError: no such file" in text for text in named)
     assert all(text in named or re.search(r"rank [01] failed", text) for text in failures)
-
-
-def test_all_end_with_the_trainer(results: Any) -> None:
-    assert set(results[2].values()) == {0}

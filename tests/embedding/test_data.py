@@ -28,14 +28,16 @@ from persia.errors import DataError, DataTypeError, ProtocolError
 from tests.support.fixtures import Log, Monkey
 from tests.support.profiles import tries
 
+pytestmark = pytest.mark.usefixtures("no_job")
+
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64"),
 )
 
 
-def users(size: int = 3, name: str = "user") -> IDTypeFeatureWithSingleID:
-    return IDTypeFeatureWithSingleID(name, np.arange(size, dtype=np.uint64))
+def users(size: int = 3) -> IDTypeFeatureWithSingleID:
+    return IDTypeFeatureWithSingleID("user", np.arange(size, dtype=np.uint64))
 
 
 def clicks(size: int = 3, name: str = "clicks") -> IDTypeFeature:
@@ -512,55 +514,42 @@ def test_ids_of_floats_are_not_rounded_by_advice() -> None:
         IDTypeFeatureWithSingleID("clicks", np.array([1.5]))
 
 
-def single(ids: Any) -> IDTypeFeatureWithSingleID:
-    return IDTypeFeatureWithSingleID("clicks", ids)
-
-
+SINGLE = IDTypeFeatureWithSingleID
 TO_IDS = "; np.asarray(ids).astype(np.uint64) makes one of it"
 OF_TENSOR = "; .cpu().numpy().astype(np.uint64) makes one of it"
+ONE_D = "sample 0: expected a 1-D numpy array of uint64, got an object of type int"
 HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8"
 
 
 @pytest.mark.parametrize(
-    ("ids", "hint"),
+    ("kind", "ids", "hint"),
     [
-        (["a", "b"], HASH),
-        (np.array(["a", "b"]), HASH),
-        (np.array(["a", "b"], object), HASH),
-        (pd.Series(["a", "b"]), HASH),
-        (pd.Series(["a", "b"], dtype="category"), HASH),
-        (pd.Categorical(["a", "b"]), HASH),
-        (torch.tensor([1, 2]), OF_TENSOR),
-        (pd.Series([1, 2]), TO_IDS),
-        ([1, 2], TO_IDS),
-        (np.array([1, -2]), TO_IDS),
+        (SINGLE, ["a", "b"], HASH),
+        (SINGLE, np.array(["a", "b"]), HASH),
+        (SINGLE, np.array(["a", "b"], object), HASH),
+        (SINGLE, pd.Series(["a", "b"]), HASH),
+        (SINGLE, pd.Series(["a", "b"], dtype="category"), HASH),
+        (SINGLE, pd.Categorical(["a", "b"]), HASH),
+        (SINGLE, torch.tensor([1, 2]), OF_TENSOR),
+        (SINGLE, pd.Series([1, 2]), TO_IDS),
+        (SINGLE, [1, 2], TO_IDS),
+        (SINGLE, np.array([1, -2]), TO_IDS),
+        (IDTypeFeature, [3, 4], ONE_D),
+        (IDTypeFeature, ["a", "b"], HASH),
+        (IDTypeFeature, [torch.tensor([1])], OF_TENSOR),
     ],
 )
-def test_w05_ids_of_other_types_are_told_what_to_type(ids: Any, hint: str) -> None:
+def test_w05_ids_of_other_types_are_told_what_to_type(kind: Any, ids: Any, hint: str) -> None:
     with pytest.raises(DataTypeError) as raised:
-        single(ids)
+        kind("clicks", ids)
     assert hint in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_w05_what_is_typed_after_the_advice_is_taken() -> None:
     column = pd.Series(["a", "b", "a"], dtype="category")
-    (a, b, again) = single(pd.util.hash_array(np.asarray(column, object)) >> 8).data
+    (a, b, again) = SINGLE("clicks", pd.util.hash_array(np.asarray(column, object)) >> 8).data
     assert a == again != b
     assert max(a, b) < 1 << 56
     for ids in (torch.tensor([1, 2]), pd.Series([1, 2]), [1, 2]):
-        assert single(np.asarray(ids).astype(np.uint64)).data.tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("samples", "hint"),
-    [
-        ([3, 4], "sample 0: expected a 1-D numpy array of uint64, got an object of type int"),
-        (["a", "b"], HASH),
-        ([torch.tensor([1])], OF_TENSOR),
-    ],
-)
-def test_w05_samples_of_other_types_are_told_what_to_type(samples: Any, hint: str) -> None:
-    with pytest.raises(DataTypeError) as raised:
-        IDTypeFeature("clicks", samples)
-    assert hint in str(raised.value)
+        assert SINGLE("clicks", np.asarray(ids).astype(np.uint64)).data.tolist() == [1, 2]

@@ -25,26 +25,6 @@ from persia.embedding.optim import (
 )
 from persia.errors import ConfigError
 
-DEFAULTS = {
-    "sgd": {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0},
-    "adam": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
-    "adagrad": {
-        "lr": 1e-2,
-        "initial_accumulator_value": 1e-2,
-        "weight_decay": 0.0,
-        "g_square_momentum": 1.0,
-        "eps": 1e-10,
-        "vectorwise_shared": False,
-        "original_order": False,
-    },
-}
-
-
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad()])
-def test_defaults(optimizer: Optimizer) -> None:
-    settings = optimizer.settings()
-    assert settings.options == DEFAULTS[settings.name]
-
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
@@ -109,41 +89,21 @@ def test_what_cannot_be_used(build: Callable[[], Any], message: str) -> None:
         build()
 
 
-class Trainer:
-    def __init__(self) -> None:
-        self.registered: list[OptimizerSettings] = []
-
-    def register_optimizer(self, settings: OptimizerSettings) -> None:
-        self.registered.append(settings)
-
-
-def test_apply_registers_with_the_current_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_is_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it reaches the context's servers is in tests/ctx."""
     monkeypatch.setattr(_context_stack, "_entered", [])
-    optimizer = Adagrad()
     with pytest.raises(ConfigError, match=r"Adagrad\.apply.. must be called inside.*no co"):
-        optimizer.apply()
-    _context_stack.push(object())
-    with pytest.raises(ConfigError, match="got object"):
-        optimizer.apply()
-    trainer = Trainer()
-    _context_stack.push(trainer)
-    optimizer.apply()
-    assert trainer.registered == [optimizer.settings()]
+        Adagrad().apply()
 
 
-NEW = [RowwiseAdam(), RMSprop(), FTRL(), Lion()]
-
-
-@pytest.mark.parametrize("optimizer", NEW)
-def test_defaults_are_the_cores(optimizer: Optimizer) -> None:
-    assert optimizer.settings().options == OPTIONS[optimizer.name]
-
-
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam(), Adagrad(), *NEW])
-def test_the_core_takes_the_settings(optimizer: Optimizer) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=0.1), Adam(), Adagrad(), RowwiseAdam(), RMSprop(), FTRL(), Lion()]
+)
+def test_the_core_takes_the_settings_and_has_their_defaults(optimizer: Optimizer) -> None:
     settings = optimizer.settings()
     assert RowOptimizer(settings.name, **settings.options).options == settings.options
-    assert settings.options.keys() == OPTIONS[settings.name].keys()
+    own = {"lr": 0.1} if settings.name == "sgd" else {}  # that has no default
+    assert settings.options == OPTIONS[settings.name] | own
 
 
 def test_repr_shows_the_options() -> None:

@@ -32,13 +32,13 @@ def table(first: int, count: int) -> pa.Table:
     )
 
 
-def write_folder(folder: Path, sizes: Iterable[int], group: int = 7) -> int:
-    """Write Parquet files of ``rows`` rows in a hive-partitioned folder; returns all rows."""
+def write_folder(folder: Path, sizes: Iterable[int]) -> int:
+    """Write Parquet files in a hive-partitioned folder; returns all rows."""
     first = 0
     for number, size in enumerate(sizes):
         path = folder / f"day={number}" / "part-0.parquet"
         path.parent.mkdir(parents=True)
-        pq.write_table(table(first, size), path, row_group_size=group)
+        pq.write_table(table(first, size), path, row_group_size=7)
         first += size
     return first
 

@@ -127,18 +127,13 @@ def test_the_names_of_folders_are_columns(folder: Path) -> None:
     assert ids_of(as_ids, "day") == [[0], [0], [0]]
 
 
-@pytest.mark.parametrize("has_loaders", [True, False])
-def test_a_shard_of_the_process(folder: Path, monkeypatch: Monkey, has_loaders: bool) -> None:
-    loader = {"REPLICA_INDEX": "1", "REPLICA_SIZE": "3"}
-    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3"}
-    for name, value in (loader if has_loaders else rank).items():
-        monkeypatch.setenv(name, value)
-    env.reload_env()
-    try:
-        got = bytes_of(ParquetReader(folder, COLUMNS, 8))
-    finally:
-        monkeypatch.undo()
-        env.reload_env()
+@pytest.mark.parametrize(
+    "place",
+    [{"replica_index": 1, "replica_size": 3}, {"rank": 1, "local_rank": 1, "world_size": 3}],
+)
+def test_a_shard_of_the_process(folder: Path, place: dict[str, int]) -> None:
+    env.set_env(**place)
+    got = bytes_of(ParquetReader(folder, COLUMNS, 8))
     assert got == bytes_of(ParquetReader(folder, COLUMNS, 8, shard=(1, 3)))
 
 

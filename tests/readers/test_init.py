@@ -1,4 +1,4 @@
-"""Reading needs pyarrow, and neither torch nor data sets of others."""
+"""Reading needs pyarrow; that it loads neither torch nor others is in tests/test_init.py."""
 
 from __future__ import annotations
 
@@ -13,16 +13,6 @@ def test_the_reference_has_all_of_it() -> None:
     found = re.search(r"::: persia\.readers\n.*\n +members: \[(.*)\]", text)
     assert found is not None
     assert sorted(found[1].split(", ")) == sorted(persia.readers.__all__)
-
-
-def test_a_data_loader_loads_no_torch() -> None:
-    ran = run(
-        "-c",
-        "import sys, persia\n"
-        "assert persia.readers.Columns(['user']).names == ['user']\n"
-        "assert not {'torch', 'datasets'} & sys.modules.keys()\n",
-    )
-    assert ran.returncode == 0, ran.stderr
 
 
 def test_without_pyarrow_it_says_what_to_install() -> None:

@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from persia.embedding.optim import SGD
 from persia.readers import ParquetReader
 from tests.meta.sources import ROOT
 from tests.readers.support import COLUMNS, write_folder
 from tests.support.fixtures import Monkey
-from tests.training.conftest import Net
+from tests.training.conftest import Net, new_ctx
 
 SLOTS = {"slots_config": {"user": {"dim": 2}, "items": {"dim": 2}}}
 SENDS = """
@@ -31,14 +28,8 @@ with DataCtx() as ctx:
 
 def train(source: Any, folder: Path, *, stop_after: int | None, resume: bool) -> list[int]:
     """Train, from a checkpoint if asked, to one if asked to stop; returns the rows trained."""
-    model = Net(2, num_dense=1, dim=2)
     seen: list[int] = []
-    with TrainCtx(
-        SGD(lr=0.1),
-        torch.optim.SGD(model.parameters(), lr=1e-6),
-        model=model,
-        embedding_config=SLOTS,
-    ) as ctx:
+    with new_ctx(Net(2, num_dense=1, dim=2), embedding_config=SLOTS) as ctx:
         if resume:
             ctx.load_checkpoint(folder)
         # Not in order: a checkpoint knows of each batch whether it was trained.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 
 
 @contextmanager
@@ -28,11 +29,18 @@ def answering(
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    with ThreadingHTTPServer((host, 0), Handler) as server:
+    with serving(ThreadingHTTPServer((host, 0), Handler)) as port:
+        yield port
+
+
+@contextmanager
+def serving(server: TCPServer) -> Iterator[int]:
+    """Serve in another thread; yields the port."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield server.server_port
+            yield server.server_address[1]
         finally:
             server.shutdown()
             thread.join()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from persia import _context_stack
+from persia._training.batch import PersiaTrainingBatch
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.embedding.optim import SGD
@@ -70,19 +71,22 @@ def worker() -> SpyWorker:
     return SpyWorker()
 
 
+def new_ctx(model: torch.nn.Module, **options: Any) -> TrainCtx:
+    """A TrainCtx whose optimizers are SGD, unless options replace them."""
+    settings: dict[str, Any] = {
+        "embedding_optimizer": SGD(lr=0.5),
+        "dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    return TrainCtx(model=model, **{**settings, **options})
+
+
 @pytest.fixture
 def make_ctx(worker: SpyWorker) -> MakeCtx:
-    """A TrainCtx over the fake, unless options replace it."""
+    """A ``new_ctx`` over the fake, unless options replace it."""
 
-    def make(**options: Any) -> TrainCtx:
-        model = options.pop("model", None) or Net(options.pop("num_features", 2))
-        settings: dict[str, Any] = {
-            "model": model,
-            "embedding_optimizer": SGD(lr=0.5),
-            "dense_optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-            "embedding_worker": worker,
-        }
-        return TrainCtx(**{**settings, **options})
+    def make(num_features: int = 2, **options: Any) -> TrainCtx:
+        model = options.pop("model", None) or Net(num_features)
+        return new_ctx(model, **{"embedding_worker": worker, **options})
 
     return make
 
@@ -102,6 +106,12 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return path
+
+
+def embeddings_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
+    """Those of a batch without jagged features."""
+    assert all(isinstance(tensor, torch.Tensor) for tensor in batch.embedding_tensors)
+    return [tensor for tensor in batch.embedding_tensors if isinstance(tensor, torch.Tensor)]
 
 
 def loss_of(output: torch.Tensor, labels: list[torch.Tensor] | None) -> torch.Tensor:

@@ -42,21 +42,6 @@ def total(embeddings: list[Any]) -> torch.Tensor:
     return torch.stack([embedding.sum() for embedding in embeddings]).sum()
 
 
-class Spoils(torch.autograd.Function):
-    """Identity whose gradient has one element replaced."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, value: float) -> torch.Tensor:
-        ctx.value = value
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.clone()
-        gradient[0, 0] = ctx.value
-        return gradient, None
-
-
 class SpoiltNet(Net):
     """Spoils the gradient of the first embedding at the given steps, not the dense one."""
 
@@ -67,9 +52,15 @@ class SpoiltNet(Net):
     def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
         first, *rest = embeddings
         if self.calls in self.at:
-            first = Spoils.apply(first, self.value)  # type: ignore[no-untyped-call]
+            first = first.clone()
+            first.register_hook(self.spoil)
         self.calls += 1
         return super().forward(dense, [first, *rest])
+
+    def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[0, 0] = self.value
+        return gradient
 
 
 def test_backward_returns_the_loss_and_counts(ctx: TrainCtx) -> None:

@@ -21,15 +21,10 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 
-from .conftest import LOCKSTEP, MakeCtx, Net, batches, step, train
+from .conftest import LOCKSTEP, MakeCtx, Net, batches, embeddings_of, step, train
 from .fakes import DIM, FIXED, SpyWorker, make_batch, u64
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def embeddings_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
-    assert all(isinstance(tensor, torch.Tensor) for tensor in batch.embedding_tensors)
-    return [tensor for tensor in batch.embedding_tensors if isinstance(tensor, torch.Tensor)]
 
 
 def tensors_of(batch: PersiaTrainingBatch) -> list[torch.Tensor]:
@@ -99,7 +94,7 @@ def test_evaluation_has_no_leaves(worker: SpyWorker, ctx: TrainCtx) -> None:
 
 
 def test_a_batch_may_be_forwarded_twice(worker: SpyWorker, make_ctx: MakeCtx) -> None:
-    with make_ctx(num_features=2) as ctx:
+    with make_ctx() as ctx:
         batch = ctx.get_embedding_from_data(make_batch(1, names=("user", "seq")))
         once, _ = ctx.forward(batch)
         twice, _ = ctx.forward(batch)

@@ -32,7 +32,7 @@ from persia.errors import (
 from tests.support.fixtures import Log, Monkey
 from tests.support.waiting import until
 
-from .conftest import LOCKSTEP, WAIT_S, MakeCtx, fail_at, loss_of, step, wait
+from .conftest import LOCKSTEP, WAIT_S, MakeCtx, embeddings_of, fail_at, loss_of, step, wait
 from .fakes import SpyRanks, SpyWorker, make_batch, u64
 
 
@@ -217,9 +217,7 @@ def test_batch_without_gradient_takes_no_permit(worker: SpyWorker, ctx: TrainCtx
         assert not batch.requires_grad
         with pytest.raises(DataError, match="no gradients"):
             ctx.keep(batch)
-        for tensor in batch.embedding_tensors:
-            assert isinstance(tensor, torch.Tensor)
-            assert not tensor.requires_grad
+        assert not any(tensor.requires_grad for tensor in embeddings_of(batch))
         step(ctx, batch)  # the dense part trains alone
     assert ctx.stats()["batches"] == 0
     assert worker.of("read") == list(range(12))
@@ -472,7 +470,8 @@ def test_w42_exception_in_the_dataset_comes_in_its_place(ctx: TrainCtx) -> None:
     assert train_all(ctx, DataLoader(Batches(2), reproducible=True)) == [0, 1]
 
 
-def test_dataset_that_raises_as_it_is_closed(make_ctx: MakeCtx, caplog: Log) -> None:
+@pytest.mark.usefixtures("ctx")
+def test_dataset_that_raises_as_it_is_closed(caplog: Log) -> None:
     def generate() -> Iterator[PersiaBatch]:
         try:
             while True:
@@ -480,9 +479,8 @@ def test_dataset_that_raises_as_it_is_closed(make_ctx: MakeCtx, caplog: Log) -> 
         finally:
             raise KeyError("closing")
 
-    with make_ctx():
-        for _ in DataLoader(generate()):
-            break
+    for _ in DataLoader(generate()):
+        break
     assert "the dataset raised while it was closed" in caplog.text
 
 
@@ -501,7 +499,7 @@ def test_a_refused_batch_ends_the_users_generator(make_ctx: MakeCtx) -> None:
     del caught
 
 
-def test_an_iterator_that_is_no_generator_is_not_closed(make_ctx: MakeCtx) -> None:
+def test_an_iterator_that_is_no_generator_is_not_closed(ctx: TrainCtx) -> None:
     class Reader(Iterator[PersiaBatch]):
         is_closed = False
 
@@ -512,17 +510,16 @@ def test_an_iterator_that_is_no_generator_is_not_closed(make_ctx: MakeCtx) -> No
             self.is_closed = True
 
     reader = Reader()
-    with make_ctx() as ctx:
-        for batch in DataLoader(reader):
-            step(ctx, batch)
-            break
+    for batch in DataLoader(reader):
+        step(ctx, batch)
+        break
     assert not reader.is_closed
 
 
-def test_w41_the_same_batch_can_be_yielded_again(make_ctx: MakeCtx) -> None:
+def test_w41_the_same_batch_can_be_yielded_again(ctx: TrainCtx) -> None:
     batch = make_batch(7, meta=b"7")
-    with make_ctx() as ctx:
-        assert train_all(ctx, DataLoader([batch] * 12)) == [7] * 12
+    assert train_all(ctx, DataLoader([batch] * 12)) == [7] * 12
+    ctx.get_embedding_size()  # waits for the updates
     assert ctx.stats()["batches"] == 12
     assert batch.batch_id is None
 
@@ -552,22 +549,20 @@ def test_reading_ahead_is_bounded(ctx: TrainCtx) -> None:
     del iterator
 
 
-def test_iterator_that_was_never_asked_has_no_threads(make_ctx: MakeCtx) -> None:
-    with make_ctx():
-        iterator = iter(DataLoader(Batches(3)))
-        assert not [t for t in threading.enumerate() if t.name.startswith("persia-f")]
-        del iterator
-        gc.collect()
+@pytest.mark.usefixtures("ctx")
+def test_iterator_that_was_never_asked_has_no_threads() -> None:
+    iterator = iter(DataLoader(Batches(3)))
+    assert not [t for t in threading.enumerate() if t.name.startswith("persia-f")]
+    del iterator
+    gc.collect()
 
 
-def test_one_worker_is_one_thread_and_keeps_the_order(make_ctx: MakeCtx) -> None:
-    with make_ctx() as ctx, torch.no_grad():
-        for _ in range(5):
-            loader = DataLoader(Batches(40), num_workers=1)
-            seen = []
-            for batch in loader:
-                seen.append(int(batch.meta or b""))
-                names = [one.name for one in threading.enumerate()]
-                assert sum(name.startswith("persia-forward") for name in names) <= 1
-                ctx._output = None
-            assert seen == list(range(40))
+@pytest.mark.usefixtures("ctx")
+def test_one_worker_is_one_thread_and_keeps_the_order() -> None:
+    for _ in range(5):
+        seen = []
+        for batch in DataLoader(Batches(40), num_workers=1):
+            seen.append(int(batch.meta or b""))
+            names = [one.name for one in threading.enumerate()]
+            assert sum(name.startswith("persia-forward") for name in names) <= 1
+        assert seen == list(range(40))

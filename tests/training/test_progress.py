@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import random
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,8 +19,6 @@ from persia._training.progress import (
     count_done,
     merge,
     of_one_pass,
-    random_states,
-    set_random_states,
     to_position,
 )
 from persia._training.receiver import LoaderStream
@@ -130,15 +125,11 @@ def test_passes_are_counted_as_they_end_or_are_left() -> None:
     assert progress.snapshot()["passes"] == 2
 
 
-def from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
 def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     progress, source = Progress(), partial(of_dataset, 5)
     progress.begin(source)
     progress.mark_done(8, None)
-    there = from_bytes(serialized(progress.snapshot()))
+    there = torch.load(io.BytesIO(serialized(progress.snapshot())), weights_only=True)
     resumed = Progress()
     resumed.resume(there["passes"], there["position"], there["next_number"])
     assert resumed.snapshot() == progress.snapshot()
@@ -149,20 +140,3 @@ def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     resumed.end(source)  # another's
     resumed.begin(source)
     assert resumed.resumed("dataset") is None
-
-
-def test_random_states_go_through_a_file() -> None:
-    before = from_bytes(serialized(random_states()))
-
-    def draw() -> list[float]:
-        return [
-            random.random(),
-            random.gauss(0, 1),
-            float(np.random.normal()),
-            torch.rand(1).item(),
-        ]
-
-    first = draw()
-    assert draw() != first
-    set_random_states(before)
-    assert draw() == first

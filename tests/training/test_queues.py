@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 
 import pytest
 
@@ -43,28 +42,6 @@ def test_close_wakes_all_that_wait(call: str) -> None:
         channel.put(2)
     with pytest.raises(Closed):
         channel.get()
-
-
-def test_many_threads_lose_and_repeat_nothing() -> None:
-    channel: BoundedQueue[int] = BoundedQueue(2)
-
-    def drain() -> list[int]:
-        got = []
-        while True:
-            try:
-                got.append(channel.get())
-            except Finished:
-                return got
-
-    def fill(first: int) -> None:
-        for number in range(first, 400, 4):
-            channel.put(number)
-
-    readers = [Background(drain) for _ in range(4)]
-    for writer in [Background(partial(fill, first)) for first in range(4)]:
-        writer.result()
-    channel.finish()
-    assert sorted(number for run in readers for number in run.result()) == list(range(400))
 
 
 def test_delivery_in_order_admits_the_next_beyond_its_capacity() -> None:

@@ -1,47 +1,74 @@
-"""One rank of a few short jobs, one after the other; each prints a line of JSON.
+"""One rank of a few short jobs, one after the other; writes what it saw.
 
-    phases.py PHASE...   even | uneven | joined | failing
-
-A data-loader beside it opens one stream for each phase.
+Usage: phases.py DIRECTORY OPTIONS PHASE..., with a phase as ``phases_loader.py`` has it, which
+opens one stream for each, and OPTIONS a JSON object with arguments of ``run``.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from persia.data import DataLoader, StreamingDataset
+from persia.distributed import BaguaDistributedOption
 from persia.errors import PersiaError
 from tests.distributed.net import make_ctx, rows
+from tests.support.processes import DEADLINE_S
 
 
-def run(phase: str) -> dict[str, object]:
-    """Train one phase and return what is compared."""
+def run(
+    phase: str,
+    *,
+    url: str = "",
+    load: bool = False,
+    dump_at: int = 0,
+    noise: float = 0.0,
+    algorithm: str | None = None,
+) -> dict[str, object]:
+    """Train one phase and return what is compared.
+
+    Args:
+        phase: How many batches there are, and what is done where they are not as many.
+        url: Of a checkpoint.
+        load: Whether to continue from it.
+        dump_at: The step after which rank 0 dumps; 0 is none.
+        noise: Of the outputs, which each rank draws.
+        algorithm: Of ``BaguaDistributedOption``; none is the default option.
+    """
     losses: list[float] = []
-    with make_ctx() as ctx:
+    option = None if algorithm is None else BaguaDistributedOption(algorithm)
+    with make_ctx(distributed_option=option) as ctx:
         if ctx.rank_id == 0:
             ctx.clear_embeddings()
         dist.barrier()
+        torch.manual_seed(100 * load + ctx.rank_id)
+        if load:
+            ctx.load_checkpoint(url)
         loader = DataLoader(
-            StreamingDataset(4),
+            StreamingDataset(6),
             reproducible=phase != "joined",
             embedding_staleness=1,
-            timeout_ms=60_000,
+            timeout_ms=int(1000 * DEADLINE_S),  # others may wait for a disk
             drop_last=phase != "joined",
         )
-        loss_fn = torch.nn.BCEWithLogitsLoss()
         failure = ""
         ids = []
         try:
-            for batch in loader:
+            for number, batch in enumerate(loader, start=1):
                 ids.append(batch.batch_id)
                 output, labels = ctx.forward(batch)
-                losses.append(ctx.backward(loss_fn(output, (labels or [])[0])).item())
+                output = output + noise * torch.rand_like(output)
+                loss = torch.nn.functional.mse_loss(output, (labels or [])[0])
+                losses.append(ctx.backward(loss).item())
+                if number == dump_at and ctx.rank_id == 0:
+                    ctx.dump_checkpoint(url, blocking=bool(number % 2))
         except PersiaError as error:
+            if phase != "failing":
+                raise
             failure = str(error)
         if not failure:
             ctx.get_embedding_size()  # waits for this rank's updates, which the other reads
@@ -52,7 +79,6 @@ def run(phase: str) -> dict[str, object]:
         parameters = [value.detach().flatten().tolist() for value in ctx.model.parameters()]
     return {
         "phase": phase,
-        "rank": ctx.rank_id,
         "ids": ids,
         "losses": losses,
         "stats": stats,
@@ -63,6 +89,5 @@ def run(phase: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    for phase in sys.argv[1:]:
-        # In one write: both ranks append to one file, and a buffer's worth may be cut in two.
-        os.write(1, f"RESULT {json.dumps(run(phase))}\n".encode())
+    found = [run(phase, **json.loads(sys.argv[2])) for phase in sys.argv[3:]]
+    (Path(sys.argv[1]) / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
