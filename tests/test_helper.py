@@ -21,9 +21,10 @@ from persia import env
 from persia._cluster.connect import connect_embedding_workers
 from persia.errors import ConfigError, RemoteError, ServiceTimeout
 from persia.helper import PersiaServiceCtx, ensure_persia_service
-from tests.e2e.support import processes_with, short_directory, transport, wait_until_gone
+from tests.e2e.support import processes_with, transport, wait_until_gone
 from tests.meta.sources import ROOT
 from tests.support.fixtures import Monkey
+from tests.support.places import short_directory
 from tests.support.waiting import PATIENCE_S, until
 
 CONFIG: dict[str, object] = {"slots_config": {"feature": {"dim": 4}}}

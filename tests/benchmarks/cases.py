@@ -104,22 +104,17 @@ def dtypes(options: argparse.Namespace) -> None:
         del everyone, one  # before the next ones
 
 
-class Renewed:
+def renewed(
+    persia: Persia, data: list[Batch], of_distinct: bool = False
+) -> Callable[[], Iterator[Step]]:
     """Steps on batches of which a part of the ids was never seen before."""
+    rng = np.random.default_rng(0)
 
-    def __init__(self, persia: Persia, data: list[Batch], of_distinct: bool = False) -> None:
-        self._persia = persia
-        self._data = [data[-1], *data]
-        self._of_distinct = of_distinct
-        self._rng = np.random.default_rng(0)
+    def steps() -> Iterator[Step]:
+        for batch in (data[-1], *data):
+            yield persia.train_step(fresh(batch, rng, next(UNSEEN), NEW, of_distinct))
 
-    def __iter__(self) -> Iterator[Step]:
-        for batch in self._data:
-            new = fresh(batch, self._rng, next(UNSEEN), NEW, self._of_distinct)
-            yield self._persia.train_step(new)
-
-    def __call__(self) -> list[Step]:
-        return list(self)
+    return steps
 
 
 def eviction(options: argparse.Namespace) -> None:
@@ -134,10 +129,10 @@ def eviction(options: argparse.Namespace) -> None:
     steady = Persia(table_sizes, options.threads)
     full = Persia(table_sizes, options.threads, capacity=sum(table_sizes))
     for of_distinct in (True, False):
-        steps: dict[str, Callable[[], Sequence[Step]]] = {
+        steps: dict[str, Callable[[], Iterable[Step]]] = {
             "no new ids": training(steady, data),
-            "growing": Renewed(steady, data, of_distinct),
-            "evicting": Renewed(full, data, of_distinct),
+            "growing": renewed(steady, data, of_distinct),
+            "evicting": renewed(full, data, of_distinct),
         }
         series = measure(steps, num_ids(data), options)
         new = "of distinct ids" if of_distinct else "of all ids"
@@ -256,9 +251,9 @@ def p99_ratio(own: list[list[float]], other: list[list[float]]) -> Ratio:
     return Ratio(p99(own) / p99(other), float(low), float(high))
 
 
-def forever(steps: Iterable[Step]) -> Iterator[Step]:
+def forever(make: Callable[[], Iterable[Step]]) -> Iterator[Step]:
     while True:
-        yield from steps
+        yield from make()
 
 
 def latency(options: argparse.Namespace) -> None:
@@ -279,9 +274,9 @@ def latency(options: argparse.Namespace) -> None:
     full = Persia(table_sizes, options.threads, capacity=sum(table_sizes))
     loads: dict[str, tuple[Persia, Iterator[Step]]] = {
         "idle": (roomy, iter(())),
-        "trains": (roomy, forever([roomy.train_step(batch) for batch in data])),
-        "grows": (roomy, forever(Renewed(roomy, data))),
-        "evicts": (full, forever(Renewed(full, data))),
+        "trains": (roomy, forever(training(roomy, data))),
+        "grows": (roomy, forever(renewed(roomy, data))),
+        "evicts": (full, forever(renewed(full, data))),
     }
     slices: dict[str, list[list[float]]] = {name: [] for name in loads}
     rates: dict[str, list[float]] = {name: [] for name in loads}

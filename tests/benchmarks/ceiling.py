@@ -11,9 +11,9 @@ import functools
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.benchmarks import native
 from tests.benchmarks.workload import (
@@ -27,9 +27,6 @@ from tests.benchmarks.workload import (
     all_ids,
     check_resident,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SOURCE = Path(__file__).with_name("ceiling.c")
 # What the product may not do: this machine's own instructions, at their widest.
@@ -117,16 +114,11 @@ class Table:
 
 def described(features: Sequence[Ids]) -> ctypes.Array[_Feature]:
     """Return ids as ceiling.c takes them; their arrays have to outlive it."""
-    return (_Feature * len(features))(
-        *(
-            _Feature(
-                feature.values.ctypes.data,
-                None if feature.offsets is None else feature.offsets.ctypes.data,
-                len(feature.values),
-            )
-            for feature in features
-        )
-    )
+    found = (_Feature * len(features))()
+    for of_c, feature in zip(found, features, strict=True):
+        of_c.ids, of_c.num_ids = feature.values.ctypes.data, len(feature.values)
+        of_c.offsets = None if feature.offsets is None else feature.offsets.ctypes.data
+    return found
 
 
 class Ceiling:

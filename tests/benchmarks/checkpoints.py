@@ -108,8 +108,7 @@ def measure(parent: str, pairs: int, num_bytes: int) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__, 5)
-    arguments = options.parse_args()
+    arguments = parser(__doc__, 5).parse_args()
     for parent in (".", "/dev/shm"):
         measure(parent, arguments.pairs, 1 << (24 if arguments.quick else 30))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
@@ -20,9 +21,6 @@ from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, GlobalConfig
 from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, all_ids, check_resident
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ADAGRAD = {"name": "adagrad", "lr": LR, "initial_accumulator_value": ACCUMULATOR}
 

@@ -14,7 +14,7 @@ import gc
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,21 +86,6 @@ def settled() -> int:
     return resident()
 
 
-def run(steps: Sequence[Step], clock: Clock) -> tuple[float, float]:
-    """Return seconds and page faults of the steps.
-
-    An untimed one goes before: it finds the caches as the contender before has left them, and
-    that one's threads still looking for work.
-    """
-    steps[0]()
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    start = clock()
-    for step in steps[1:]:
-        step()
-    seconds = clock() - start
-    return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-
-
 def interleave(
     turns: Mapping[str, Callable[[], float]], pairs: int, warm: int = 1
 ) -> dict[str, Series]:
@@ -121,7 +106,7 @@ def interleave(
 
 
 def measure(
-    everyone: Mapping[str, Callable[[], Sequence[Step]]],
+    everyone: Mapping[str, Callable[[], Iterable[Step]]],
     num_units: float,
     options: argparse.Namespace,
 ) -> dict[str, Series]:
@@ -137,9 +122,17 @@ def measure(
     faults: dict[str, list[float]] = {name: [] for name in everyone}
 
     def turn(name: str) -> float:
-        steps = everyone[name]()
-        seconds, faulted = run(steps, options.clock)
-        faults[name].append(faulted / (len(steps) - 1))
+        untimed, *steps = everyone[name]()
+        # It finds the caches as the contender before has left them, and that one's threads
+        # still looking for work.
+        untimed()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = options.clock()
+        for step in steps:
+            step()
+        seconds: float = options.clock() - start
+        faulted = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults[name].append(faulted / len(steps))
         return num_units / seconds / 1e6
 
     turns = {name: functools.partial(turn, name) for name in everyone}

@@ -62,13 +62,8 @@ def measure(what: str, num_rows: int) -> dict[str, float]:
 
 def in_fresh_process(what: str, num_rows: int) -> dict[str, float]:
     """Return ``measure`` as a process sees it that has done nothing else."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.memory", what, str(num_rows)],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    measured: dict[str, float] = json.loads(done.stdout)
+    words = ["-m", "tests.benchmarks.memory", what, str(num_rows)]
+    measured: dict[str, float] = json.loads(subprocess.check_output([sys.executable, *words]))
     return measured
 
 

@@ -59,6 +59,7 @@ class Rows:
 
     def __init__(self, policy: str, rows: int) -> None:
         arguments, self.policy = POLICIES[policy]
+        self.rows = rows
         self.store = EmbeddingStore(rows, num_shards=16, **arguments)
         self.store.configure(RowOptimizer("adagrad", lr=0.1))
         self.out = np.empty((3 * IDS, DIM), np.float32)
@@ -81,6 +82,13 @@ class Rows:
             self.store.update(signs, self.hints[: len(signs)], self.out[: len(signs)])
         return sum(map(len, batches)) / (time.thread_time() - start) / 1e6
 
+    def train(self, draw: Any) -> Iterator[float]:
+        """Yield the rates of turns, on the same batches for every policy."""
+        rng = np.random.default_rng(1)
+        for first in range(1, 3 * (PAIRS + 2), 3):
+            drawn = (np.unique(draw(rng, self.rows, first + i)) for i in range(3))
+            yield self.steps([rng.permutation(ids) for ids in drawn], first)
+
 
 def main(num_rows: str = "2000000") -> None:
     rows = int(num_rows)
@@ -90,14 +98,7 @@ def main(num_rows: str = "2000000") -> None:
     for policy in POLICIES:
         cells: list[object] = [policy]
         for draw in WORKLOADS.values():
-
-            def turns(store: Rows, draw: Any = draw) -> Iterator[float]:
-                rng = np.random.default_rng(1)  # the same batches for both
-                for first in range(1, 3 * (PAIRS + 2), 3):
-                    drawn = (np.unique(draw(rng, rows, first + i)) for i in range(3))
-                    yield store.steps([rng.permutation(ids) for ids in drawn], first)
-
-            own, base = turns(Rows(policy, rows)), turns(Rows("lru", rows))
+            own, base = Rows(policy, rows).train(draw), Rows("lru", rows).train(draw)
             series = interleave({"own": own.__next__, "lru": base.__next__}, PAIRS, warm=2)
             cells += [f"{series['own'].rate:.2f}", ratio(series["own"], series["lru"])]
         row(*cells)

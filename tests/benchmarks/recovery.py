@@ -47,8 +47,6 @@ def new_server(rows: int, state: StateFile | None) -> ParameterServer:
 
 
 class Server:
-    """A server and its steps."""
-
     def __init__(self, rows: int, state: StateFile | None) -> None:
         self.rows = rows
         self.server = new_server(rows, state)

@@ -35,8 +35,6 @@ GUARDED = ("local", "keys")
 
 
 class Measured(NamedTuple):
-    """One run."""
-
     samples_per_s: float
     cpu: dict[str, float]  # by role, seconds per million samples
 
@@ -73,7 +71,12 @@ def run(mode: str, arguments: Sequence[str]) -> Measured:
             for name in job.variables.keys() - variables.keys():
                 environment.pop(name)
         words = [sys.executable, *train, *(["--dense"] if mode == "dense" else [])]
-        how: dict[str, Any] = {"cwd": ROOT, "env": environment, "text": True}
+        how: dict[str, Any] = {
+            "cwd": ROOT,
+            "env": environment,
+            "text": True,
+            "start_new_session": True,
+        }
         with (job.place / "trainer.log").open("w") as log:
             trainer = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, **how)
         job.processes["trainer"] = trainer
@@ -121,10 +124,10 @@ def report(runs: dict[str, list[Measured]]) -> list[object]:
 
 
 def main() -> None:
-    parsed = parser(__doc__, 5)
-    parsed.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parsed.add_argument("--keys", action="store_true", help="local mode with and without")
-    options = parsed.parse_args()
+    command = parser(__doc__, 5)
+    command.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    command.add_argument("--keys", action="store_true", help="local mode with and without")
+    options = command.parse_args()
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
     columns = (
         *("threads", "dense alone, k samples/s", "embedded", "local", "local / embedded"),

@@ -77,8 +77,6 @@ ECHO = role_of("echo", Echo, always="echo cpu_seconds")
 
 
 class EchoService:
-    """Implements ``Echo``."""
-
     def echo(self, named: NamedArray) -> NamedArray:
         return named
 

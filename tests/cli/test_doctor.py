@@ -20,8 +20,7 @@ from persia._cli.doctor import write_project
 from persia.errors import ConfigError
 from persia.launcher import cli
 from tests.golden.commands import without_persia
-from tests.support.docker import why_no_compose
-from tests.support.processes import ROOT, loopback_host, run
+from tests.support.processes import ROOT, loopback_host, run, why_no_compose
 
 pytestmark = pytest.mark.usefixtures("lists", "no_torch")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-import subprocess
 import urllib.parse
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from persia._metrics.definitions import METRICS
 from tests.metrics.job import StandingJob, fetch, standing_job
-from tests.support.processes import ROOT, run
+from tests.support.processes import ROOT, Process, run
 from tests.support.waiting import until
 
 PLACE = ROOT / "compose/monitoring"
@@ -261,9 +262,7 @@ class Prometheus:
             "--web.listen-address=127.0.0.1:0",
         ]
         self.url = ""
-        self._log = directory / "log"
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(words, stderr=log)
+        self._process = Process(words, dict(os.environ), directory / "log")
 
     def ask(self, path: str, **query: str) -> Any:
         status, text = fetch(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}")
@@ -288,11 +287,11 @@ class Prometheus:
 
     def start(self) -> None:
         def is_ready() -> bool:
-            found = re.search(r'Listening on" address=(\S+)', self._log.read_text())
+            found = re.search(r'Listening on" address=(\S+)', self._process.printed())
             self.url = f"http://{found[1]}" if found else ""
             return bool(self.url) and fetch(f"{self.url}/-/ready")[0] == 200
 
-        until(is_ready, DEADLINE_S, look_s=0.1, details=self._log.read_text)
+        until(is_ready, DEADLINE_S, look_s=0.1, details=self._process.printed)
 
     def close(self) -> None:
         self._process.terminate()
@@ -302,17 +301,15 @@ class Prometheus:
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     need("prometheus")
+    place = tmp_path_factory.mktemp("prometheus")
     with standing_job(num_servers=2) as job:
-        server = Prometheus(job, tmp_path_factory.mktemp("prometheus"))
-        try:
+        with closing(Prometheus(job, place)) as server:
             server.start()
             # Rates are of what happens between two scrapes.
             server.wait_for("targets", f"count(up == 1) == {len(job.urls)}")
             server.wait_for("rules", "count_over_time(persia_steps_total[1m]) >= 2")
             job.train_more()
             yield server
-        finally:
-            server.close()
         assert set(job.go_on().values()) == {0}, job.cluster.logs()
 
 

@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from persia._replica_index import own_number
-from tests.support.docker import why_no_compose
-from tests.support.processes import ROOT, run
+from tests.support.processes import ROOT, run, why_no_compose
 from tests.support.role_keys import FILES
 
 STACK = ROOT / "compose/stack.yml"

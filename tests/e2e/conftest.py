@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.support import Job, running_job
+from tests.e2e.support import Job, new_job
 
 
 @pytest.fixture
 def job() -> Iterator[Job]:
-    with running_job() as made:
+    with new_job() as made:
         yield made

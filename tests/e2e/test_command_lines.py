@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.e2e.support import Job
+from tests.support.processes import Cluster
 
 SHOWS = """
 import sys
@@ -21,10 +22,11 @@ raise SystemExit(4)
 
 
 def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
-    del job.environment["PERSIA_EMBEDDING_CONFIG"]
+    job.launcher = Cluster.launcher  # which starts torchrun: not here
+    del job.variables["PERSIA_EMBEDDING_CONFIG"]
     bad = job.script("bad.yml", "slots_config: {feature: {dime: 4}}\n")
     config = ["--embedding-config", bad]
-    good = str(job.directory / "slots.yml")
+    good = str(job.place / "slots.yml")
     script = job.script("script.py", "print('started')\n")
     mistakes = {
         ("embedding-worker",): "give --embedding-config or set PERSIA_EMBEDDING_CONFIG",
@@ -41,10 +43,9 @@ def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
     }
     changes = {
         good: {"PERSIA_EMBEDDING_WORKERS": "127.0.0.1:1,127.0.0.1:2"},
-        script: {"PERSIA_EMBEDDING_WORKERS": "127.0.0.1", "TORCHRUN": "1"},
-        "2": {"TORCHRUN": "1"},
+        script: {"PERSIA_EMBEDDING_WORKERS": "127.0.0.1"},
     }
-    started = {words: job.start(*words, **changes.get(words[-1], {})) for words in mistakes}
+    started = {words: job.launch(*words, **changes.get(words[-1], {})) for words in mistakes}
     for words, text in mistakes.items():
         assert started[words].wait() == 2
         (line,) = started[words].printed().splitlines()
@@ -53,8 +54,8 @@ def test_mistakes_are_one_line_and_status_2(job: Job) -> None:
 
 
 def test_an_address_in_use_is_named(job: Job) -> None:
-    job.start_server("embedding-parameter-server").wait_for("serves at")
-    second = job.start_server("embedding-parameter-server")
+    job.start_replica("embedding-parameter-server").wait_for("serves at")
+    second = job.launch("embedding-parameter-server")
     assert second.wait() == 2
     assert "cannot listen at ipc://" in second.printed()
 
@@ -63,13 +64,13 @@ def test_a_script_finds_what_python_would_give_it_and_its_number(job: Job) -> No
     script = job.script("load.py", SHOWS)
     words = (script, "--lr", "a b")
     replica = ("--replica-index=1", "--replica-size=3")
-    loader = job.start("data-loader", *replica, *words, PERSIA_LAUNCHER_VERBOSE="1", RANK="7")
+    loader = job.launch("data-loader", *replica, *words, PERSIA_LAUNCHER_VERBOSE="1", RANK="7")
     assert loader.wait() == 4
     _, command, *rest = loader.printed().splitlines()
     assert command.startswith("execute command: ")
     assert command.endswith(f"-m persia._cli.run script {script} --lr 'a b'")
     assert "got ['--lr', 'a b']" in rest
-    assert f"from {job.directory} __main__ {script}" in rest
+    assert f"from {job.place} __main__ {script}" in rest
     assert "as 1 3 services" in rest
     assert "torch False" in rest  # which data-loaders and servers never load
 
@@ -88,9 +89,10 @@ def test_ranks_by_torchrun_and_the_traceback_of_the_first_that_fails(job: Job) -
         "pipe.write_bytes(b'')\n"
         "signal.pause()\n"
     )
-    os.mkfifo(job.directory / "pipe")
+    os.mkfifo(job.place / "pipe")
     script = job.script("train.py", text)
-    trainer = job.start("nn-worker", script, "--nproc-per-node=2", TORCHRUN="1")
+    job.launcher = Cluster.launcher
+    trainer = job.launch("nn-worker", script, "--nproc-per-node=2")
     assert trainer.wait() == 1
     printed = trainer.printed()
     assert "rank 0 0 2 services\n" in printed

@@ -23,7 +23,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import NotAllowed
 from tests.examples.conftest import LOADER
 from tests.rpc.support import PATIENCE_S, raw_peer
-from tests.support.processes import Cluster, _children, run
+from tests.support.processes import SERVERS, Cluster, _children, run
 from tests.support.role_keys import keys_of_roles
 from tests.support.services import SETTINGS
 from tests.support.waiting import until
@@ -110,13 +110,12 @@ def test_w71_only_documented_ports_are_open_and_tell_nothing(tmp_path: Path) -> 
     keys = keys_of_roles(tmp_path)
     slots = {"slots_config": {"a": {"dim": 4}}}
     with Cluster(slots, transport="tcp") as cluster:
-        for role in ("embedding-parameter-server", "embedding-worker"):
-            cluster.variables["PERSIA_KEYS"] = str(keys[role])
-            cluster.start(f"{role}-0", role)
-            cluster.wait_for(f"{role}-0", "serves at")
-            with env.changed(**cluster.variables):
+        for role in SERVERS:
+            variables = cluster.variables | {"PERSIA_KEYS": str(keys[role])}
+            cluster.start_replica(role, 0, **variables).wait_for("serves at")
+            with env.changed(**variables):
                 health.check(role, PATIENCE_S)
-        for role in ("embedding-parameter-server", "embedding-worker"):
+        for role in SERVERS:
             check_ports(cluster, f"{role}-0", role)
         for role, connect in (
             ("data-loader", connect_parameter_servers),
@@ -153,13 +152,10 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         environment = cluster.environment | alone
         embedded = run(sys.executable, script, *SAY, env=environment, timeout_s=2 * TORCH_S)
         assert embedded.returncode == 0, embedded.stderr
-        for number in range(2):
-            cluster.variables["PERSIA_KEYS"] = str(keys["embedding-parameter-server"])
-            cluster.start_server(number)
-        cluster.variables["PERSIA_KEYS"] = str(keys["embedding-worker"])
-        cluster.start_worker(0)
-        cluster.variables["PERSIA_KEYS"] = str(keys["nn-worker"])
-        cluster.start("nn-worker", "nn-worker", str(script), *SAY)
+        for role, number in ((SERVERS[0], 0), (SERVERS[0], 1), (SERVERS[1], 0)):
+            cluster.start_replica(role, number, PERSIA_KEYS=str(keys[role]))
+        words = ("nn-worker", str(script), *SAY)
+        cluster.start("nn-worker", *words, PERSIA_KEYS=str(keys["nn-worker"]))
         cluster.variables["PERSIA_KEYS"] = str(keys["data-loader"])
         (address,) = documented_wire(cluster, "nn-worker")
         pid = cluster.processes["nn-worker"].pid

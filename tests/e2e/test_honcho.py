@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from click.testing import CliRunner
 
@@ -14,11 +13,9 @@ from persia import launcher
 from persia._cluster.process import Options
 from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import TALKS
+from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT, run
 from tests.support.waiting import PATIENCE_S
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
@@ -31,9 +28,9 @@ def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
         "embedding_parameter_server": ["embedding-parameter-server"],
     }
     lines = [f"{name}: {launch} {shlex.join(words)}\n" for name, words in roles.items()]
-    (job.directory / "Procfile").write_text("".join(lines))
+    (job.place / "Procfile").write_text("".join(lines))
     words = ("-m", "honcho", "start", "--no-colour")
-    return run(*words, cwd=job.directory, env=job.environment, timeout_s=PATIENCE_S)
+    return run(*words, cwd=job.place, env=job.environment, timeout_s=PATIENCE_S)
 
 
 def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
@@ -43,10 +40,10 @@ def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
     assert "rows [0]" in trained
     assert "sending SIG" not in trained
     assert "SIGKILL" not in after
-    assert not processes_with(str(job.directory))
+    assert not processes_with(str(job.place))
 
 
-def test_the_procfile_runs_the_four_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_procfile_runs_the_four_roles(monkeypatch: Monkey) -> None:
     monkeypatch.chdir(ROOT)
     commands = dict(line.split(": ", 1) for line in Path("Procfile").read_text().splitlines())
     config = Path("examples/adult_income/config")

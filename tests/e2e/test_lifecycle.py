@@ -10,7 +10,8 @@ import pytest
 
 from persia._cli.run import UNWIND_S
 from persia._cli.scripts import _ANNOUNCE_ON_SIGNAL_S
-from tests.e2e.support import SERVERS, Job, processes_with, wait_until_gone
+from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with, wait_until_gone
+from tests.support.processes import SERVERS
 
 # The one is Compose's and Kubernetes', the other a terminal's; the way through is the same.
 SIGNALS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
@@ -52,12 +53,12 @@ send()
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [SERVERS[::-1], SERVERS])
 def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
-    trainer = job.start("nn-worker", job.script("train.py", TALKS))
-    loader = job.start("data-loader", job.script("load.py", "print('sent')"))
+    trainer = job.launch("nn-worker", job.script("train.py", TALKS))
+    loader = job.launch("data-loader", job.script("load.py", "print('sent')"))
     loader.wait_for("sent")
     servers = []
     for role in order:
-        server = job.start_server(role)
+        server = job.start_replica(role)
         server.wait_for("listens at" if role == "embedding-worker" else "serves at")
         servers.append(server)
     assert [process.wait() for process in (trainer, loader, *servers)] == [0, 0, 0, 0]
@@ -66,19 +67,19 @@ def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("text", "status"), [(TALKS, 0), ("raise SystemExit(7)", 7)])
 def test_w72_servers_end_with_the_job_and_its_status(job: Job, text: str, status: int) -> None:
     servers = job.start_servers()
-    loader = job.start("data-loader", job.script("load.py", "print('sent')"))
+    loader = job.launch("data-loader", job.script("load.py", "print('sent')"))
     loader.wait_for("has ended, waits for the job to end")
-    assert job.status(job.script("train.py", text)) == status
-    assert [process.wait() for process in (*servers, loader)] == [status] * 3
-    assert ("rows [0]" in job.processes[-1].printed()) is (text == TALKS)
+    trainer = job.launch("nn-worker", job.script("train.py", text))
+    assert [process.wait() for process in (trainer, *servers, loader)] == [status] * 4
+    assert ("rows [0]" in trainer.printed()) is (text == TALKS)
 
 
 def test_the_traceback_of_a_failed_script_is_printed_last(job: Job) -> None:
     servers = job.start_servers()
     servers[1].wait_for("serves at")
-    trainer = job.start("nn-worker", job.script("train.py", FAILS))
+    trainer = job.launch("nn-worker", job.script("train.py", FAILS))
     assert trainer.wait() == 1
-    path = job.directory / "train.py"
+    path = job.place / "train.py"
     traceback = (
         "Traceback (most recent call last):\n"
         f'  File "{path}", line 4, in <module>\n    train()\n'
@@ -96,7 +97,7 @@ def test_the_traceback_of_a_failed_script_is_printed_last(job: Job) -> None:
 
 def test_an_error_for_the_user_ends_with_its_message_and_the_users_frames(job: Job) -> None:
     script = job.script("load.py", WAITS)
-    loader = job.start("data-loader", script, PERSIA_RPC_TIMEOUT="0.2")
+    loader = job.launch("data-loader", script, PERSIA_RPC_TIMEOUT="0.2")
     assert loader.wait() == 1
     printed = re.sub(r"\n *[\^~]+(?=\n)", "", loader.printed())
     _, _, last = printed.rpartition("Traceback (most recent call last):\n")
@@ -107,7 +108,7 @@ def test_an_error_for_the_user_ends_with_its_message_and_the_users_frames(job: J
 
 def test_a_loader_that_hears_of_the_end_says_nothing(job: Job) -> None:
     servers = job.start_servers()
-    heard = job.directory / "heard"
+    heard = job.place / "heard"
     os.mkfifo(heard)
     text = (
         "import pathlib\nfrom persia.errors import JobFinished\n"
@@ -115,9 +116,10 @@ def test_a_loader_that_hears_of_the_end_says_nothing(job: Job) -> None:
         f"pathlib.Path({str(heard)!r}).read_bytes()\n"
         "raise JobFinished('the job has ended')\n"
     )
-    loader = job.start("data-loader", job.script("load.py", text))
+    loader = job.launch("data-loader", job.script("load.py", text))
     loader.wait_for("sends")
-    assert job.status(job.script("train.py", "raise SystemExit(3)")) == 3
+    trainer = job.launch("nn-worker", job.script("train.py", "raise SystemExit(3)"))
+    assert trainer.wait() == 3
     heard.write_bytes(b"")  # it goes on
     assert [process.wait() for process in (loader, *servers)] == [3, 3, 3]
     assert "Traceback" not in loader.printed()
@@ -131,7 +133,7 @@ def test_a_job_that_is_asked_to_end_has_done_so_before_honcho_kills() -> None:
 def test_a_signal_to_the_trainer_ends_the_job(job: Job, number: signal.Signals) -> None:
     servers = job.start_servers()
     servers[1].wait_for("serves at")
-    trainer = job.start("nn-worker", job.script("train.py", SLEEPS))
+    trainer = job.launch("nn-worker", job.script("train.py", SLEEPS))
     trainer.wait_for("running")
     trainer.send_signal(number)
     status = 128 + number
@@ -145,10 +147,10 @@ def test_a_signal_to_the_trainer_ends_the_job(job: Job, number: signal.Signals) 
 @pytest.mark.parametrize("role", [*SERVERS, "data-loader"])
 def test_a_signal_ends_each_role(job: Job, role: str, number: signal.Signals) -> None:
     if role == "data-loader":
-        process = job.start(role, job.script("load.py", SLEEPS))
+        process = job.launch(role, job.script("load.py", SLEEPS))
         process.wait_for("running")
     else:
-        process = job.start_server(role)
+        process = job.start_replica(role)
         process.wait_for("at ipc://")
     process.send_signal(number)
     assert process.wait() == 128 + number
@@ -161,12 +163,12 @@ def test_a_signal_ends_each_role(job: Job, role: str, number: signal.Signals) ->
 @pytest.mark.slow
 def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
     text = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS
-    trainer = job.start("nn-worker", job.script("train.py", text))
+    trainer = job.launch("nn-worker", job.script("train.py", text))
     trainer.wait_for("running")
     trainer.send_signal(signal.SIGTERM)
     assert trainer.wait() == 143
     assert "unwound" not in trainer.printed()
-    assert not processes_with(str(job.directory))
+    assert not processes_with(str(job.place))
 
 
 FOLLOWS = """
@@ -174,7 +176,8 @@ import persia._process_exit
 persia._process_exit._UNWIND_S = 1e6
 persia._process_exit.end_with_launcher()
 """
-BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
+# In place of the launcher: a process between it and the script.
+BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[2:]]))"
 UNWINDS = """
 import signal, threading, types
 import persia._process_exit
@@ -203,30 +206,30 @@ threading.Event().wait(60)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(SLEEPS, "unwound by SystemExit 143"), (UNWINDS, "unwound")]
+    ("launcher", "text", "said"),
+    [
+        (WITHOUT_TORCHRUN, SLEEPS, "unwound by SystemExit 143"),
+        (WITHOUT_TORCHRUN, UNWINDS, "unwound"),  # it has begun to unwind
+        # Though the launcher lives, as ranks whose torchrun was killed.
+        (BETWEEN, FOLLOWS + SLEEPS, "running"),
+    ],
+    ids=["runs", "unwinds", "has another parent"],
 )
-def test_a_script_ends_with_its_launcher(job: Job, text: str, said: str) -> None:
-    """Also one that has begun to unwind."""
-    trainer = job.start("nn-worker", job.script("train.py", text))
-    trainer.wait_for("running")
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    wait_until_gone(str(job.directory))
-    assert said in trainer.printed()
-
-
-def test_a_script_ends_with_its_parent_though_its_launcher_lives(job: Job) -> None:
-    """As ranks whose torchrun was killed."""
-    script = job.script("train.py", FOLLOWS + SLEEPS)
-    parent = job.run("-c", BETWEEN, script, PERSIA_LAUNCHER_PID=str(os.getpid()))
+def test_a_script_ends_with_what_started_it(
+    job: Job, launcher: str, text: str, said: str
+) -> None:
+    job.launcher = ("-c", launcher)
+    lives = {"PERSIA_LAUNCHER_PID": str(os.getpid())}
+    parent = job.launch("nn-worker", job.script("train.py", text), **lives)
     parent.wait_for("running")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_until_gone(str(job.directory))
+    wait_until_gone(str(job.place))
+    assert said in parent.printed()
 
 
 def test_w53_a_worker_without_servers_gives_up_at_its_deadline(job: Job) -> None:
-    worker = job.start_server("embedding-worker", PERSIA_RPC_TIMEOUT="0.5")
+    worker = job.start_replica("embedding-worker", PERSIA_RPC_TIMEOUT="0.5")
     assert worker.wait() == 1
     last = worker.printed().splitlines()[-1]
     assert "no embedding-parameter-server answers" in last
@@ -243,6 +246,7 @@ def test_a_thread_that_fails_ends_a_server(job: Job) -> None:
         "process.ServerProcess._watch_job = lambda self: fail()\n"
         "cli()\n"
     )
-    server = job.run("-c", text, "embedding-parameter-server")
+    job.launcher = ("-c", text)
+    server = job.launch("embedding-parameter-server")
     assert server.wait() == 1
     assert server.printed().endswith("ValueError: lost my mind\n")

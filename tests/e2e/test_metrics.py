@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 
 from persia._metrics.definitions import LOADER, METRICS, SERVER, TRAINER, WORKER
 from tests.metrics.job import BATCH_SIZE, NUM_BATCHES, StandingJob, series, standing_job
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow  # PyTorch takes seconds to load
 

@@ -8,18 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from persia.ctx import TrainCtx
 from persia.data import DataLoader
-from persia.embedding import Constant, EmbeddingConfig
-from persia.embedding.optim import SGD
 from persia.errors import ConfigError
-from tests.e2e.support import short_directory
 from tests.faults.batches import DIM, SLOTS, make_batch
-from tests.faults.job import Sum
+from tests.faults.job import make_ctx, step
 from tests.support.browser import document, screenshot
 from tests.support.local_job import local_job
+from tests.support.places import short_directory
 from tests.support.processes import ROOT, run
 
 COUNT = 40
@@ -27,27 +23,17 @@ COUNT = 40
 
 def train(report: Path) -> str:
     """Train the same batches; returns what the report says below its charts."""
-    model = Sum()
-    with TrainCtx(
-        model=model,
-        embedding_optimizer=SGD(lr=0.1),
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        embedding_config=EmbeddingConfig(
-            emb_initialization=Constant(0.5), weight_bound=0.0, schema=SLOTS
-        ),
-        report=report,
-    ) as ctx:
+    with make_ctx(report=report) as ctx:
         batches = [make_batch(number) for number in range(COUNT)]
         for batch in DataLoader(batches, reproducible=True, embedding_staleness=1):
-            output, _ = ctx.forward(batch)
-            ctx.backward(output)
+            step(ctx, batch)
             ctx.report(auc=0.5)
     return report.read_text("utf-8")
 
 
 def test_services_and_an_embedded_run_write_the_same_report(tmp_path: Path) -> None:
     embedded = train(tmp_path / "embedded.html")
-    with short_directory() as place, local_job(Path(place)):
+    with short_directory() as place, local_job(place):
         services = train(tmp_path / "services.html")
     assert "embedded mode" in embedded
     assert "services mode" in services
@@ -63,17 +49,14 @@ def test_services_and_an_embedded_run_write_the_same_report(tmp_path: Path) -> N
 
 def test_a_trainer_with_another_config_learns_which_slot_differs() -> None:
     slots = {**SLOTS["slots_config"], "user": {"dim": 2 * DIM}}
-    model = torch.nn.Linear(1, 1)
-    with short_directory() as place, local_job(place):
-        ctx = TrainCtx(
-            model=model,
-            embedding_optimizer=SGD(lr=1.0),
-            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            embedding_config={"slots_config": slots},
-        )
-        said = f"slots_config.user.dim is {DIM} there and {2 * DIM} here; "
-        with pytest.raises(ConfigError, match=said), ctx:
-            pass
+    said = f"slots_config.user.dim is {DIM} there and {2 * DIM} here; "
+    with (
+        short_directory() as place,
+        local_job(place),
+        pytest.raises(ConfigError, match=said),
+        make_ctx({"slots_config": slots}),
+    ):
+        pass
 
 
 # Set by the page itself, once it is drawn.

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.loading import digest, load
+from tests.examples.loading import load
+from tests.golden.test_examples import rows_of
 
 COUNTS = (1, 2, 3, 5)
 SAMPLES = 6_000
@@ -24,11 +25,11 @@ def _train(servers: int, folder: Path, *, dumps: bool, loads: bool) -> tuple[Any
         samples=SAMPLES, batch_size=BATCH, reproducible=True, staleness=1, servers=servers
     )
     log = train.generate(options.samples, options.seed)
-    losses, at_stop = [], ""
+    losses, at_stop = [], {}
     with train.build_ctx(options) as ctx:
         if loads:
             ctx.load_checkpoint(folder)
-            at_stop = digest(ctx)
+            at_stop = rows_of(ctx)
         dataset = train.ClickDataset(log, range((STOP + STEPS) * BATCH), BATCH, True)
         loader = train.DataLoader(dataset, reproducible=True, embedding_staleness=1)
         loss_fn = torch.nn.BCEWithLogitsLoss()
@@ -38,10 +39,9 @@ def _train(servers: int, folder: Path, *, dumps: bool, loads: bool) -> tuple[Any
             if number == STOP and dumps:
                 ctx.dump_checkpoint(folder, blocking=False)
                 ctx.wait_for_dump_embedding()
-                at_stop = digest(ctx)
-        ctx.get_embedding_size()  # waits for the last update
+                at_stop = rows_of(ctx)
         dense = torch.cat([p.detach().reshape(-1) for p in ctx.model.parameters()]).tolist()
-        return at_stop, losses[-STEPS:], dense, digest(ctx)
+        return at_stop, losses[-STEPS:], dense, rows_of(ctx)
 
 
 @pytest.mark.slow

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.support import short_directory, wait_until_gone
+from tests.e2e.support import wait_until_gone
 from tests.examples.loading import EXAMPLES, load
 from tests.golden.commands import without_persia
+from tests.support.places import short_directory
 from tests.support.processes import ROOT, run
 
 FOLDER = EXAMPLES / "criteo"

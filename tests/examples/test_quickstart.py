@@ -15,6 +15,7 @@ import yaml
 from persia._core.base import cpu
 from persia.config import EmbeddingSchema
 from tests.examples.loading import load, run_quickstart
+from tests.golden.test_examples import rows_of
 from tests.support.fixtures import Monkey, Record
 
 SEEDS = range(1, 6)
@@ -60,7 +61,7 @@ def check_bit_equal(train: Any, samples: int, variants: Iterable[dict[str, Any]]
         for variant in variants:
             options = {"reproducible": True, "staleness": 1} | variant
             cpu.select(options.pop("isa", None))
-            report, rows = run_quickstart(train, samples=samples, **options)
+            report, rows = run_quickstart(train, rows_of, samples=samples, **options)
             found.append((report.auc, report.loss, report.rows, rows))
             assert found[-1] == found[0], variant
     finally:
@@ -73,7 +74,7 @@ def test_reproducible_runs_are_bit_equal() -> None:
 
 @functools.cache
 def _full_run(seed: int, staleness: int) -> Any:
-    return run_quickstart(load("quickstart"), seed=seed, staleness=staleness)[0]
+    return run_quickstart(load("quickstart"), id, seed=seed, staleness=staleness)[0]
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_learns_what_can_be_learned(seed: int, staleness: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_embeddings_are_what_learns(seed: int) -> None:
-    without, _ = run_quickstart(load("quickstart"), seed=seed, embeddings=False)
+    without, _ = run_quickstart(load("quickstart"), id, seed=seed, embeddings=False)
     assert _full_run(seed, 10).auc - without.auc >= 0.05
 
 
@@ -135,5 +136,5 @@ def test_quickstart_reaches_the_auc_of_f32(tmp_path: Path, monkeypatch: Monkey) 
     wanted = np.mean([_full_run(seed, 10).auc for seed in seeds])
     for dtype in ("float16", "bfloat16"):
         train = load_with(dtype, tmp_path, monkeypatch)
-        auc = np.mean([run_quickstart(train, seed=seed)[0].auc for seed in seeds])
+        auc = np.mean([run_quickstart(train, id, seed=seed)[0].auc for seed in seeds])
         assert abs(auc - wanted) < 0.002, (dtype, auc, wanted)

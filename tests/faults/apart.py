@@ -106,13 +106,10 @@ def start(cluster: Cluster, wire: Cable) -> None:
     role = "embedding-parameter-server"
     cluster.variables |= {LISTS[role]: f"{cluster.addresses[role][0]},{wire.there}:{PORT}"}
     cluster.prefixes[FAR] = ["ip", "netns", "exec", wire.far]
-    cluster.start_server(0)
-    here = cluster.variables
-    far = {"PERSIA_LISTEN_HOST": wire.there, "PERSIA_LISTEN_WITHOUT_KEYS": "1"}
-    cluster.variables = here | far
-    cluster.start_server(1)
-    cluster.variables = here
-    cluster.start_worker(0)
+    cluster.start_replica(role)
+    own = {"PERSIA_LISTEN_HOST": wire.there, "PERSIA_LISTEN_WITHOUT_KEYS": "1"}
+    cluster.start_replica(role, 1, **own)
+    cluster.start_replica("embedding-worker")
     cluster.start_loaders(LOADER, 1, str(COUNT))
 
 

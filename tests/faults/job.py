@@ -6,7 +6,7 @@ every value of its row by 1, whatever the order: a batch that is lost or applied
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,16 @@ class Sum(torch.nn.Module):
         return torch.stack(embeddings).sum() + 0 * self.bias.sum()
 
 
-def make_ctx() -> TrainCtx:
+def make_ctx(slots: Mapping[str, Any] = SLOTS, **options: Any) -> TrainCtx:
     model = Sum()
     return TrainCtx(
         model=model,
         embedding_optimizer=SGD(lr=1.0),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         embedding_config=EmbeddingConfig(
-            emb_initialization=Constant(0.0), weight_bound=0.0, schema=SLOTS
+            emb_initialization=Constant(0.0), weight_bound=0.0, schema=slots
         ),
+        **options,
     )
 
 
@@ -94,6 +95,16 @@ def assert_each_once(ctx: TrainCtx, seen: list[int], count: int) -> None:
     assert sorted(seen) == list(range(count))
     assert_trained(ctx, occurrences(count))
     assert ctx.stats()["failed"] == 0
+
+
+def train_each_once(
+    count: int, at: int = -1, disturb: Callable[[], None] = lambda: None, in_order: bool = False
+) -> None:
+    """Train to the end as the trainer of a job, and check that."""
+    with make_ctx() as ctx:
+        seen = train(ctx, at, disturb, in_order=in_order)
+        assert not in_order or seen == list(range(count))
+        assert_each_once(ctx, seen, count)
 
 
 def assert_trained(ctx: TrainCtx, expected: dict[str, np.ndarray]) -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
-from persia import env
 from persia.data import DataLoader, StreamingDataset
 from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import LOADER, assert_trained, make_ctx, step
+from tests.faults.job import LOADER
 from tests.support.processes import Cluster
 
 COUNT, LARGE = 24, 9
@@ -38,38 +36,23 @@ def least_loader() -> DataLoader:
     )
 
 
-def expected() -> dict[str, np.ndarray]:
-    return occurrences(COUNT, {LARGE: LARGE_SIZE})
-
-
-@contextmanager
-def started(num_ranks: int) -> Iterator[Cluster]:
-    settings = SETTINGS if num_ranks == 1 else {}
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "settings"), [(1, SETTINGS), (2, {})])
+def test_w65_least_budgets_a_stalled_loader_and_a_large_batch(
+    num_ranks: int, settings: dict[str, Any]
+) -> None:
     with Cluster(SLOTS, settings, num_ranks=num_ranks) as cluster:
-        gate = cluster.place / "gate"
+        gate, output = cluster.place / "gate", cluster.place / "found.json"
         os.mkfifo(gate)
         cluster.start_servers()
         words = (str(COUNT), str(LARGE), str(LARGE_SIZE), str(gate))
         cluster.start_loaders(LOADER, 2, *words)
-        yield cluster
-
-
-@pytest.mark.slow
-def test_w65_least_budgets_a_stalled_loader_and_a_large_batch() -> None:
-    with started(1) as cluster, env.changed(**cluster.variables), make_ctx() as ctx:
-        assert [step(ctx, batch) for batch in least_loader()] == list(range(COUNT))
-        assert_trained(ctx, expected())
-
-
-@pytest.mark.slow
-def test_w65_least_budgets_on_two_ranks() -> None:
-    with started(2) as cluster:
-        output = cluster.place / "found.json"
         script = (str(LOADER.with_name("train.py")), str(output))
-        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *script)
+        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", str(num_ranks), *script)
         statuses = cluster.wait()
         assert set(statuses.values()) == {0}, statuses
         found = json.loads(output.read_text())
-    for name, counts in expected().items():
+    assert found["seen"] == list(range(0, COUNT, num_ranks))
+    for name, counts in occurrences(COUNT, {LARGE: LARGE_SIZE}).items():
         np.testing.assert_array_equal(found["counts"][name], counts)
-    assert found["stats"]["batches"] == COUNT // 2
+    assert found["stats"]["batches"] == COUNT // num_ranks

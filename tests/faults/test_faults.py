@@ -20,7 +20,7 @@ import pytest
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ServiceError, ServiceTimeout
 from tests.faults.batches import SLOTS, occurrences
-from tests.faults.job import LOADER, assert_each_once, make_ctx, train, trained
+from tests.faults.job import LOADER, assert_each_once, make_ctx, train, train_each_once, trained
 from tests.support.processes import Cluster
 from tests.support.waiting import until
 
@@ -56,11 +56,7 @@ def test_w13_without_faults_each_batch_is_trained_once(
     cluster: Cluster, in_order: bool, loaders: int
 ) -> None:
     cluster.start_loaders(LOADER, loaders, str(COUNT))
-    with make_ctx() as ctx:
-        seen = train(ctx, in_order=in_order)
-        if in_order:
-            assert seen == list(range(COUNT))
-        assert_each_once(ctx, seen, COUNT)
+    train_each_once(COUNT, in_order=in_order)
 
 
 @EITHER_ORDER
@@ -69,9 +65,7 @@ def test_w10_a_process_is_killed_and_started_again(
     cluster: Cluster, in_order: bool, role: str
 ) -> None:
     cluster.start_loaders(LOADER, 1, str(COUNT))
-    with make_ctx() as ctx:
-        seen = train(ctx, 20, lambda: restart(cluster, role), in_order=in_order)
-        assert_each_once(ctx, seen, COUNT)
+    train_each_once(COUNT, 20, lambda: restart(cluster, role), in_order)
 
 
 @pytest.mark.slow
@@ -92,7 +86,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
             cluster.start_loaders(LOADER, 1, str(COUNT))
         for number in range(2):
             cluster.kill(f"embedding-worker-{number}")
-            cluster.start_worker(number)
+            cluster.start_replica("embedding-worker", number)
         if not is_back_first:
             cluster.start_loaders(LOADER, 1, str(COUNT))
 
@@ -101,7 +95,7 @@ def test_w10_a_data_loader_that_has_ended_is_killed_together_with_embedding_work
         seen = train(ctx, COUNT - 4, disturb, in_order=in_order)
         assert_each_once(ctx, seen, COUNT)
     # Its launcher would wait for the end of the job.
-    cluster.wait_for("data-loader-0", "}\n")
+    until(lambda: "}\n" in cluster.log("data-loader-0"), details=cluster.logs)
     (books,) = re.findall(r"^{.*}$", cluster.log("data-loader-0"), re.MULTILINE)
     counts = ast.literal_eval(books)
     # Each has been received from the one before; what was wanted it has registered again.
@@ -165,9 +159,7 @@ def test_a_process_stands_still_for_half_a_minute(cluster: Cluster, role: str) -
         goes_on.start()
 
     cluster.start_loaders(LOADER, 1, str(COUNT))
-    with make_ctx() as ctx:
-        seen = train(ctx, 20, disturb)
-        assert_each_once(ctx, seen, COUNT)
+    train_each_once(COUNT, 20, disturb)
     goes_on.join()
 
 

@@ -21,11 +21,7 @@ import msgpack  # type: ignore[import-untyped]
 
 with atheris.instrument_imports(
     include=[
-        "persia._rpc",
-        "persia._server",
-        "persia._worker",
-        "persia._loader",
-        "persia._training",
+        f"persia.{room}" for room in ("_rpc", "_server", "_worker", "_loader", "_training")
     ]
 ):
     from tests.fuzz import target as fuzzed
@@ -34,17 +30,8 @@ with atheris.instrument_imports(
 _KEPT_BYTES, _KEPT_TOTAL = 2048, 200_000
 _ODD = (0, 1, -1, 255, 1 << 31, 1 << 32, 1 << 48, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1)
 _VALUES: tuple[Any, ...] = (
-    *_ODD,
-    None,
-    True,
-    0.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "sum",
-    [],
-    {},
-    [0, 0],
+    *(*_ODD, None, True, 0.5, float("nan"), float("inf")),
+    *("", "sum", [], {}, [0, 0]),
 )
 
 

@@ -11,8 +11,7 @@ import base64
 import contextlib
 import os
 import struct
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from persia._rpc.client import Client
 from persia._rpc.frame import Call, Failure, Part, decode, encode
 from persia._rpc.methods import Method, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import ServerLimits, serve
-from persia._rpc.transport import Outgoing, Parts
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training import receiver
 from tests.benchmarks.memory import resident
-from tests.rpc.support import BAD
+from tests.rpc.support import BAD, RawPeer
 from tests.rpc.test_stubs import ask_server, ask_worker
 from tests.support.services import ADAM, make_servers, make_worker
+from tests.worker.cluster import Faulty
 
 PATIENCE_S = 20.0
 LARGEST_GROWTH = 512 << 20
@@ -77,26 +76,17 @@ class _Peer:
         address = f"ipc://@fuzz-{os.getpid()}-{role.name}"
         self.server = serve(transport, address, role, service, settings=settings)
         self.client = Client(transport, address, role, timeout_s=PATIENCE_S)
-        self.channel = transport.connect(address)
-        self.changed = threading.Condition()
-        self.answers: list[Parts] = []
-        self.channel.start(self._note, lambda: None)
+        self.stranger = RawPeer(address)
 
-    def _note(self, parts: Parts) -> None:
-        with self.changed:
-            self.answers.append(parts)
-            self.changed.notify()
-
-    def ask(self, parts: list[bytes]) -> Parts | None:
+    def ask(self, parts: list[bytes]) -> list[bytes] | None:
         """Send a message; returns the answer, or None if it was counted instead."""
         before = self._silent()
-        self.channel.send(Outgoing(parts))
-        with self.changed:
-            for _ in range(int(PATIENCE_S / 0.05)):
-                if self.changed.wait_for(lambda: self.answers, 0.05):
-                    return self.answers.pop()
-                if self._silent() != before:
-                    return None
+        self.stranger.send(parts)
+        for _ in range(int(PATIENCE_S / 0.05)):
+            if self.stranger.socket.poll(50):
+                return self.stranger.socket.recv_multipart()
+            if self._silent() != before:
+                return None
         raise Finding(f"no answer and no count within {PATIENCE_S} s")
 
     def _silent(self) -> int:
@@ -104,7 +94,7 @@ class _Peer:
         return sum(counts.get(name, 0) for name in _SILENT)
 
     def close(self) -> None:
-        self.channel.close()
+        self.stranger.close()
         self.client.close()
         self.server.stop()
 
@@ -151,7 +141,7 @@ class Target:
         """Raise a finding unless others are served and memory is bounded."""
         for peer in self._peers:
             peer.client.hello()
-            if peer.client.stats().get("lost", 0) or peer.answers:
+            if peer.client.stats().get("lost", 0) or peer.stranger.socket.poll(0):
                 raise Finding(f"another client of {peer.server.hello.role} was disturbed")
         if resident() > self._largest:
             raise Finding(f"{resident() >> 20} MiB are resident")
@@ -196,10 +186,11 @@ def _call(method: Method, arguments: tuple[Any, ...]) -> list[Part]:
 def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
     """The calls that the tests of stubs make, and those of a data-loader."""
     (store,) = make_servers(1, hyper=None, optimizer=None)
-    with contextlib.closing(
-        make_worker(list(make_servers(1, hyper=None, optimizer=None)))
-    ) as worker:
-        of_server, of_worker = _recorded(ask_server, store), _recorded(ask_worker, worker)
+    worker: Any = make_worker(make_servers(1, hyper=None, optimizer=None))
+    with contextlib.closing(worker):
+        of_server, of_worker = Faulty(store), Faulty(worker)
+        ask_server(of_server)
+        ask_worker(of_worker)
     array = np.ones((2, 3), np.float32)
     dense = (m.NamedArray("x", array), m.NamedArray("y", np.zeros(2, np.int64)))
     streamed = m.StreamedBatch(
@@ -218,30 +209,10 @@ def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
         ("job_status", ("loader 0",)),
     ]
     return [
-        (parameter_server(), common + of_server),
-        (embedding_worker(), common + of_worker),
+        (parameter_server(), common + of_server.calls),
+        (embedding_worker(), common + of_worker.calls),
         (nn_worker(), common + of_rank),
     ]
-
-
-def _recorded(
-    ask: Callable[[Any], list[Any]], service: Any
-) -> list[tuple[str, tuple[Any, ...]]]:
-    """The calls that ``ask`` makes of a service."""
-    calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            found = getattr(service, name)
-
-            def call(*arguments: Any) -> Any:
-                calls.append((name, arguments))
-                return found(*arguments)
-
-            return call if callable(found) else found
-
-    ask(Recorder())
-    return calls
 
 
 def corpus() -> list[bytes]:

@@ -1,1 +1,0 @@
-"""Many data-loaders and ranks at one embedding-worker and one server: clients, no model."""

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +27,14 @@ from persia._cluster import connect
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._loader.sender import BatchSender
 from persia._rpc.messages import (
-    BatchGradients,
     HyperParameters,
     InitializationSettings,
     NamedArray,
     OptimizerSettings,
-    PooledOutput,
-    SlotGradient,
 )
 from persia._rpc.worker_pool import EmbeddingWorkers, handle_of
 from persia._rpc.zmq_transport import ZmqTransport
+from tests.support.services import gradient
 
 SLOTS = {"slots_config": {"user": {"dim": 8}, "item": {"dim": 16}}}
 NAMES = ("user", "item")
@@ -87,12 +86,9 @@ class Rank:
             while True:
                 stream, batch = receiver.take(False, lambda: False)
                 ref = handle_of(batch.ids)
-                slots = []
-                for output in self.workers.lookup(ref, True).outputs:
-                    assert isinstance(output, PooledOutput)
-                    slots.append(SlotGradient(output.name, np.ones_like(output.values)))
                 number = (self.rank, self.counts["trained"])
-                report = self.workers.update(BatchGradients(ref, number, tuple(slots)))
+                ones = gradient(self.workers.lookup(ref, True), number)
+                report = self.workers.update(replace(ones, ref=ref))
                 receiver.mark_done(stream, batch.batch_id)
                 receiver.end(stream, batch.batch_id)
                 # They come in ascending order, so that another one has come before.

@@ -55,27 +55,21 @@ def growth_mib(times: list[float], mib: list[float]) -> float:
     return float(slope * (at[-1] - at[late][0]))
 
 
-class Part:
-    """A process of ``tests.load.parts``."""
+def started(stack: ExitStack, cluster: Cluster, *words: object) -> Any:
+    """Start a process of ``tests.load.parts``, which ends with the stack."""
+    command = [sys.executable, "-m", "tests.load.parts", *map(str, words)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    part = subprocess.Popen(command, env=cluster.environment, **pipes)
+    stack.callback(part.wait)
+    stack.callback(part.kill)
+    return part
 
-    def __init__(self, cluster: Cluster, *words: object) -> None:
-        self.process: Any = subprocess.Popen(
-            [sys.executable, "-m", "tests.load.parts", *map(str, words)],
-            env=cluster.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
-    def result(self) -> Any:
-        """Have it end, if it has not, and return what it says."""
-        text, _ = self.process.communicate(timeout=END_S)
-        assert self.process.returncode == 0
-        return json.loads(text)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
+def result(part: Any) -> Any:
+    """Have a part end, if it has not, and return what it says."""
+    text, _ = part.communicate(timeout=END_S)
+    assert part.returncode == 0
+    return json.loads(text)
 
 
 def soak(seconds: float) -> str:
@@ -84,21 +78,20 @@ def soak(seconds: float) -> str:
         cluster = stack.enter_context(Cluster(SLOTS, transport="tcp", num_ranks=NUM_RANKS))
         cluster.start_servers()
         stack.enter_context(env.changed(**cluster.variables))
-        ranks = Part(cluster, "ranks", NUM_RANKS, NUM_LOADERS)
-        stack.callback(ranks.close)
-        loaders = []
-        for first in range(0, NUM_LOADERS, PER_PROCESS):
-            loaders.append(Part(cluster, "loaders", first, PER_PROCESS, NUM_LOADERS))
-            stack.callback(loaders[-1].close)
+        ranks = started(stack, cluster, "ranks", NUM_RANKS, NUM_LOADERS)
+        loaders = [
+            started(stack, cluster, "loaders", first, PER_PROCESS, NUM_LOADERS)
+            for first in range(0, NUM_LOADERS, PER_PROCESS)
+        ]
         for part in (ranks, *loaders):
-            assert part.process.stdout.readline() == "ready\n"
-        processes = dict(cluster.processes) | {"ranks": ranks.process}
-        processes |= {f"loaders-{n}": one.process for n, one in enumerate(loaders)}
+            assert part.stdout.readline() == "ready\n"
+        processes = cluster.processes | {"ranks": ranks}
+        processes |= {f"loaders-{n}": one for n, one in enumerate(loaders)}
         times: list[float] = []
         mib: dict[str, list[float]] = {name: [] for name in processes}
         for part in loaders:
-            part.process.stdin.write("\n")
-            part.process.stdin.flush()
+            part.stdin.write("\n")
+            part.stdin.flush()
         begin = time.monotonic()
         never = threading.Event()
         while (now := time.monotonic()) < begin + seconds:
@@ -107,10 +100,10 @@ def soak(seconds: float) -> str:
                 mib[name].append(resident_mib(process.pid))
             never.wait(SAMPLE_S)
         for part in loaders:
-            part.process.stdin.close()
-            part.process.stdin = None
-        sent = [part.result() for part in loaders]
-        served = ranks.result()
+            part.stdin.close()
+            part.stdin = None
+        sent = [result(part) for part in loaders]
+        served = result(ranks)
         took_s = time.monotonic() - begin
         rows = rows_say()
     growth = {name: growth_mib(times, one) for name, one in mib.items()}

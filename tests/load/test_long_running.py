@@ -1,4 +1,7 @@
-"""Start and stop, over and over in one process: nothing is left, and nothing grows."""
+"""Start and stop, over and over in one process: nothing is left, and nothing grows.
+
+Also a short run of ``make soak-load``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ from persia.helper import PersiaServiceCtx
 from tests.benchmarks.interleaved import settled
 from tests.faults.batches import SLOTS, make_batch, occurrences
 from tests.faults.job import assert_trained, make_ctx, step, trained
+from tests.load.soak import soak
 from tests.rpc.support import PATIENCE_S
+from tests.support.fixtures import Record
 from tests.support.local_job import local_job
 from tests.support.streams import Background
 
@@ -114,6 +119,11 @@ def train_once(place: Path, *, is_streamed: bool) -> None:
                 step(ctx, batch)
         assert_trained(ctx, occurrences(COUNT))
         assert worker.stats()["in_flight"] == 0
+
+
+@pytest.mark.slow
+def test_w65_fifty_loaders_and_eight_ranks_at_one_worker(record_property: Record) -> None:
+    record_property("measured", soak(25.0).partition("\n")[0])
 
 
 @pytest.mark.slow

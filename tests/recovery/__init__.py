@@ -1,1 +1,0 @@
-"""Programs that kill servers and stores, and count what is there afterwards."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia._server.state_file import StateFile
-from tests.core.stores import entries
+from tests.core.stores import entries, new_store, train
 
 INITIALIZER = Initializer("uniform", lower=-1.0, upper=1.0)
 NUM_SHARDS = 2
@@ -30,7 +31,7 @@ class Case:
     def __init__(self, dtype: str, dim: int, optimizer: str, ttl: bool) -> None:
         self.dtype, self.dim = dtype, dim
         self.optimizer = RowOptimizer(optimizer, 10.0, lr=0.1)
-        self.policy = 1 if ttl else 0
+        self.kind: dict[str, Any] = {"policy": 1 if ttl else 0, "dtype": dtype}
         random = np.random.default_rng(dim)
         self.requests = [
             (
@@ -39,23 +40,13 @@ class Case:
             )
             for i in range(5)
         ]
+        self.num_steps = 4 * len(self.requests)
 
-    def new_store(self, state: StateFile | None = None, attach: bool = False) -> EmbeddingStore:
-        store = EmbeddingStore(
-            200,
-            num_shards=NUM_SHARDS,
-            seed=7,
-            policies=POLICIES,
-            sketch_bytes=4096,
-            state_file=None if state is None else state.descriptor,
-            attach=attach,
-        )
-        store.configure(self.optimizer)
-        return store
-
-    @property
-    def num_steps(self) -> int:
-        return 4 * len(self.requests)
+    def store(self, state: StateFile | None = None, attach: bool = False) -> EmbeddingStore:
+        file = None if state is None else state.descriptor
+        own: dict[str, Any] = {"seed": 7, "policies": POLICIES, "sketch_bytes": 4096}
+        own |= {"num_shards": NUM_SHARDS, "state_file": file, "attach": attach}
+        return new_store(200, self.optimizer, **own)
 
     def step(self, store: EmbeddingStore, number: int) -> None:
         """One request: a lookup, its update, a write, a delete, in turn."""
@@ -63,38 +54,16 @@ class Case:
         signs, gradients = self.requests[which]
         store.set_clocks(0, 10 * which)
         if kind == 0:
-            hints = np.empty(len(signs), np.uint32)
-            rows = np.empty((len(signs), self.dim), np.float32)
-            store.lookup_train(
-                signs,
-                INITIALIZER,
-                1.0,
-                which,
-                rows,
-                hints,
-                policy=self.policy,
-                dtype=self.dtype,
-            )
+            options = self.kind | {"batch_id": which, "initializer": INITIALIZER}
+            train(store, signs, self.dim, **options)
         elif kind == 1:
             # Two calls, as of two tables; the second has some of the first one's signs.
             for call, part in enumerate((slice(0, 40), slice(30, None))):
-                store.update(
-                    signs[part],
-                    None,
-                    np.ascontiguousarray(gradients[part]),
-                    dtype=self.dtype,
-                    number=which,
-                    slot=1 + which % 2,
-                    tag=1 + 2 * which + call,
-                )
+                steps = np.ascontiguousarray(gradients[part])
+                own: dict[str, Any] = {"slot": 1 + which % 2, "tag": 1 + 2 * which + call}
+                store.update(signs[part], None, steps, dtype=self.dtype, number=which, **own)
         elif kind == 2:
-            store.write(
-                signs[:7] + np.uint64(1000),
-                gradients[:7],
-                None,
-                policy=self.policy,
-                dtype=self.dtype,
-            )
+            store.write(signs[:7] + np.uint64(1000), gradients[:7], None, **self.kind)
         else:
             store.delete(signs[5:9])
 
@@ -113,7 +82,7 @@ def crashes(case: Case, path: Path, point: int, first: int) -> bool:
     child = os.fork()
     if child == 0:
         state = StateFile(path, NUM_SHARDS)
-        store = case.new_store(state)
+        store = case.store(state)
         state.note(test=1)
         for number in range(case.num_steps):
             if number == first:
@@ -131,8 +100,8 @@ def crashes(case: Case, path: Path, point: int, first: int) -> bool:
     assert code == 137, code
     state = StateFile(path, NUM_SHARDS)
     assert state.problem is None, state.problem
-    store = case.new_store(state, attach=True)
-    twin = case.new_store()
+    store = case.store(state, attach=True)
+    twin = case.store()
     for number in range(case.num_steps):
         case.step(twin, number)
     for number in range(num_done, case.num_steps):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 import re
-import signal
 import sys
 import tempfile
 import threading
@@ -21,19 +20,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._cluster.connect import connect_parameter_servers
 from persia._core.base.hashing import mix64_array, owners
 from persia._rpc.messages import (
-    HyperParameters,
-    InitializationSettings,
     LookupRequest,
-    OptimizerSettings,
     TableGradients,
     TableSigns,
     UpdateRequest,
@@ -41,7 +37,9 @@ from persia._rpc.messages import (
 from persia._rpc.stubs import RemoteParameterServer
 from persia.errors import ServiceError
 from persia.utils import sleep
-from tests.e2e.support import Job, Process, running_job, transport
+from tests.cluster.place import Place
+from tests.load.parts import SETTINGS, SGD
+from tests.support.processes import Cluster
 from tests.support.waiting import PATIENCE_S, until
 
 S = TypeVar("S")
@@ -55,8 +53,6 @@ NUM_SIGNS = 30_000
 BATCH = 6_000
 NUM_CLIENTS = 3
 NUM_SERVERS = 2
-SETTINGS = HyperParameters(InitializationSettings("constant", {"value": 0.0}), 1.0, 1e9, 3)
-SGD = OptimizerSettings("sgd", {"lr": 1.0})
 
 
 def signs_of(table: int) -> NDArray[np.uint64]:
@@ -74,13 +70,9 @@ def owned(signs: NDArray[np.uint64], server: int) -> NDArray[np.bool_]:
 @contextmanager
 def connected(addresses: list[str]) -> Iterator[list[RemoteParameterServer]]:
     """Connect to the servers; that one is restarted is no news."""
-    with transport() as made:
-        servers = connect_parameter_servers(
-            made, addresses=addresses, timeout_s=PATIENCE_S, on_restart=lambda number: None
-        )
+    options: dict[str, Any] = {"timeout_s": PATIENCE_S, "on_restart": lambda number: None}
+    with Place(Path()) as place, place.connected(*addresses, **options) as servers:
         yield servers
-        for server in servers:
-            server.close()
 
 
 class Client:
@@ -151,15 +143,14 @@ def wrong_rows(
     return found
 
 
-def replace(made: Job, processes: list[Process], number: int) -> tuple[float, float, bool]:
+def replace(cluster: Cluster, number: int) -> tuple[float, float, bool]:
     """Start a server again; returns seconds to rows and to service, and if one was cut."""
-    processes[number].send_signal(signal.SIGKILL)
-    processes[number].wait()
+    cluster.kill(f"{SERVER}-{number}")
     killed_at = time.monotonic()
-    processes[number] = made.start_server(SERVER, number)
-    processes[number].wait_for("serves at")
+    server = cluster.start_replica(SERVER, number)
+    server.wait_for("serves at")
     away_s = time.monotonic() - killed_at
-    printed = processes[number].printed()
+    printed = server.printed()
     said = re.search(r"of a process that ended, after ([\d.]+) s; (\d+) updates", printed)
     assert said is not None, printed
     return float(said[1]), away_s, said[2] != "0"
@@ -170,11 +161,13 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
     chance = random.Random(seed)
     with (
         tempfile.TemporaryDirectory(prefix="persia-soak-", dir="/dev/shm") as rows,
-        running_job(CONFIG, LIMIT, NUM_SERVERS, PERSIA_STATE_DIRECTORY=rows) as made,
+        Cluster(CONFIG, LIMIT, num_servers=NUM_SERVERS) as cluster,
         ExitStack() as stack,
     ):
-        addresses = made.addresses[SERVER]
-        processes = [made.start_server(SERVER, number) for number in range(NUM_SERVERS)]
+        cluster.variables["PERSIA_STATE_DIRECTORY"] = rows
+        for number in range(NUM_SERVERS):
+            cluster.start_replica(SERVER, number)
+        addresses = cluster.addresses[SERVER]
         servers = stack.enter_context(connected(addresses))
         for server in servers:
             server.configure(SETTINGS)
@@ -195,7 +188,7 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
             until(goes_on)
             # A kill comes at any moment: nothing is waited for, an event would tie it to one.
             sleep(chance.uniform(0.0, 0.2))
-            kills.append(replace(made, processes, chance.randrange(NUM_SERVERS)))
+            kills.append(replace(cluster, chance.randrange(NUM_SERVERS)))
             if show and len(kills) % 10 == 0:
                 print(len(kills), sum(c.num_updates for c in clients), flush=True)
         recovered, away, cut_short = zip(*kills, strict=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.places import tmpfs_directory
 from tests.support.saving import Trained, dump, train
 from tests.support.services import ADAGRAD, make_servers, make_worker
-from tests.support.tmpfs import tmpfs_directory
 
 
 @pytest.fixture

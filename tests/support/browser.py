@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import zlib
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-_DEADLINE_S = 60.0
 
 
 def screenshot(url: str, picture: Path, width: int = 1280, height: int = 1000) -> bytes:
@@ -34,9 +34,8 @@ def _show(folder: Path, *words: str) -> str:
         pytest.skip("no Chromium here: apt-get install chromium")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     command = [browser, *options, f"--user-data-dir={folder / 'browser'}", *words]
-    ran = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=_DEADLINE_S
-    )
+    ran = run(*command)
+    assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 

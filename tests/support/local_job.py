@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from persia import env
 from persia._cluster.connect import connect_parameter_servers
@@ -17,10 +18,6 @@ from tests.faults.batches import SLOTS
 from tests.rpc.support import PATIENCE_S
 from tests.support.processes import LISTS
 from tests.support.services import make_servers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @contextmanager

@@ -6,19 +6,23 @@ import contextlib
 import itertools
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from persia import env as variables
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parents[2]
 # Variables that list the addresses of each role.
@@ -27,6 +31,7 @@ LISTS = {
     "embedding-worker": variables.embedding_worker_addresses.name,
     "nn-worker": variables.nn_worker_addresses.name,
 }
+SERVERS = ("embedding-parameter-server", "embedding-worker")
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
 # Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0
@@ -53,6 +58,18 @@ def run(
     )
 
 
+def why_no_compose() -> str:
+    """Say what is missing: docker, or its plugin; empty where both are installed.
+
+    A docker without the plugin refuses ``compose`` in words that differ by version, and by what
+    follows it, so only the plain question after its version is asked.
+    """
+    if shutil.which("docker") is None:
+        return "docker is not installed"
+    asked = run("docker", "compose", "version")
+    return "docker has no Compose plugin" if asked.returncode else ""
+
+
 _HOSTS = 3  # of a process: more and there would be too few for every pid
 _jobs = itertools.count()
 
@@ -69,7 +86,7 @@ def _children(pid: int) -> list[int]:
     return [inner for child in children for inner in (*_children(int(child)), int(child))]
 
 
-def _opened(pids: Iterable[int]) -> list[int]:
+def opened(pids: Iterable[int]) -> list[int]:
     """Return descriptors of those that live; one can be read when its process has ended."""
     found = []
     for pid in pids:
@@ -78,18 +95,45 @@ def _opened(pids: Iterable[int]) -> list[int]:
     return found
 
 
+class Process(subprocess.Popen[str]):
+    """One process, and what it and its children print."""
+
+    def __init__(self, words: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self._log = log
+        with log.open("w") as file:
+            super().__init__(
+                words,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                text=True,
+            )
+
+    def printed(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has printed this."""
+        until(lambda: text in self.printed() or self.poll() is not None, details=self.printed)
+        assert text in self.printed(), self.printed()
+
+    def wait(self, timeout: float | None = PATIENCE_S) -> int:
+        try:
+            return super().wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running:\n{self.printed()}") from None
+
+
 class Cluster:
     """The processes of one job but the trainer, which is the test or another process.
 
-    Args:
-        slots: The embedding config, as a mapping or a path.
-        settings: The global config.
-        transport: ``ipc`` or ``tcp``.
-        num_servers: embedding-parameter-servers.
-        num_workers: embedding-workers.
-        num_ranks: nn-workers, for their addresses.
-        environment: Further variables of every process.
+    ``slots`` and ``settings`` are the embedding config, which may be a path, and the global
+    one; ``transport`` is ``ipc`` or ``tcp``; of nn-workers there are addresses alone.
     """
+
+    launcher: Sequence[str] = ("-m", "persia.launcher")
 
     def __init__(
         self,
@@ -106,10 +150,10 @@ class Cluster:
         self.host = loopback_host(1 + next(_jobs) % (_HOSTS - 1))
         self._directory = tempfile.TemporaryDirectory(prefix="persia-")
         self.place = Path(self._directory.name)
-        self._num = dict(zip(LISTS, (num_servers, num_workers, num_ranks), strict=True))
+        counts = (num_servers, num_workers, num_ranks)
         self.addresses = {
             role: [self._address(transport, place, role, number) for number in range(count)]
-            for place, (role, count) in enumerate(self._num.items())
+            for place, (role, count) in enumerate(zip(LISTS, counts, strict=True))
         }
         if isinstance(slots, Mapping):
             path = self.place / "slots.yml"
@@ -144,44 +188,28 @@ class Cluster:
             **self.variables,
         }
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        """Run ``persia-launcher`` with these arguments; its output is ``log(name)``."""
-        launcher = (sys.executable, "-m", "persia.launcher")
-        with (self.place / f"{name}.log").open("a") as log:
-            process = self.processes[name] = subprocess.Popen(
-                [*self.prefixes.get(name, ()), *launcher, *arguments],
-                cwd=ROOT,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-                text=True,
-            )
+    def start(self, name: str, *arguments: str, **changes: str) -> Process:
+        """Run ``persia-launcher`` with these arguments, in a changed environment."""
+        words = [*self.prefixes.get(name, ()), sys.executable, *self.launcher, *arguments]
+        log = self.place / f"{name}.log"
+        process = self.processes[name] = Process(words, self.environment | changes, log)
         return process
 
-    def start_server(self, number: int) -> subprocess.Popen[str]:
-        """Start one embedding-parameter-server."""
-        return self.start_replica("embedding-parameter-server", number)
+    def start_replica(self, role: str, number: int = 0, **changes: str) -> Process:
+        size = len(self.addresses[role])
+        replica = (f"--replica-index={number}", f"--replica-size={size}")
+        return self.start(f"{role}-{number}", role, *replica, **changes)
 
-    def start_worker(self, number: int) -> subprocess.Popen[str]:
-        """Start one embedding-worker."""
-        return self.start_replica("embedding-worker", number)
-
-    def start_replica(self, role: str, number: int) -> subprocess.Popen[str]:
-        replica = ["--replica-index", str(number), "--replica-size", str(self._num[role])]
-        return self.start(f"{role}-{number}", role, *replica)
-
-    def start_servers(self) -> None:
+    def start_servers(self) -> list[Process]:
         """Start every server and embedding-worker."""
-        for role in ("embedding-parameter-server", "embedding-worker"):
-            for number in range(self._num[role]):
-                self.start_replica(role, number)
+        replicas = [(role, n) for role in SERVERS for n in range(len(self.addresses[role]))]
+        return [self.start_replica(role, number) for role, number in replicas]
 
     def start_loaders(self, script: Path, count: int, *arguments: str) -> None:
-        """Start data-loaders."""
         for number in range(count):
-            replica = ["--replica-index", str(number), "--replica-size", str(count)]
-            words = ("data-loader", *replica, str(script), *arguments)
-            self.start(f"data-loader-{number}", *words)
+            replica = (f"--replica-index={number}", f"--replica-size={count}")
+            name, words = f"data-loader-{number}", (*replica, str(script), *arguments)
+            self.start(name, "data-loader", *words)
 
     def kill(self, name: str) -> None:
         """Kill a process and what it has started, the latter first, as a machine that dies."""
@@ -192,15 +220,10 @@ class Cluster:
         process.wait()
 
     def log(self, name: str) -> str:
-        """Return what a process has printed."""
+        """Return what a process has printed since it was started last."""
         return (self.place / f"{name}.log").read_text()
 
-    def wait_for(self, name: str, text: str) -> None:
-        """Wait until a process has printed this."""
-        until(lambda: text in self.log(name), details=self.logs)
-
     def logs(self) -> str:
-        """Return what all processes have printed."""
         return "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
 
     def wait(self, timeout_s: float = DEADLINE_S) -> dict[str, int]:
@@ -216,21 +239,21 @@ class Cluster:
         inner = []
         for process in self.processes.values():
             if process.poll() is None:
-                inner += _opened(_children(process.pid))
+                inner += opened(_children(process.pid))
                 process.send_signal(signal.SIGTERM)
         for process in self.processes.values():
-            try:
+            with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
                 process.wait(15.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):  # no child of it is left either
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         for descriptor in inner:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             select.select([descriptor], [], [], DEADLINE_S)
             os.close(descriptor)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from persia._files import catalog
 from persia._files.part_writer import PartWriter
@@ -19,6 +19,7 @@ from persia._server import restore
 from persia._server.service import ParameterServer
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._worker.service import EmbeddingWorker
+from tests.support.fixtures import Monkey
 from tests.support.services import (
     ADAGRAD,
     SCHEMA,
@@ -30,9 +31,6 @@ from tests.support.services import (
     sign,
 )
 from tests.support.waiting import PATIENCE_S, until
-
-if TYPE_CHECKING:
-    import pytest
 
 FEATURES = ("sum", "max", "stack_mean", "sqrt", "raw")
 IDS = {name: [[x, x + 1] for x in range(1, 60)] for name in FEATURES}
@@ -114,7 +112,7 @@ def add_part(url: Path, name: str, change: Callable[[Any], Any]) -> tuple[Any, s
 class Slow:
     """Stops a load at its first part until it is let go."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: Monkey) -> None:
         self.is_there, self.may_go = threading.Event(), threading.Event()
         self._rows_of = rows_of_parts
         patch.setattr(restore, "rows_of", self._wait)
@@ -127,7 +125,7 @@ class Slow:
 
 @contextmanager
 def held_load(
-    worker: EmbeddingWorker, url: Path, patch: pytest.MonkeyPatch
+    worker: EmbeddingWorker, url: Path, patch: Monkey
 ) -> Iterator[tuple[Slow, CheckpointReader]]:
     """A load that has dropped the rows and restored none; it goes on at the end."""
     slow, loader = Slow(patch), CheckpointReader(worker)

@@ -169,11 +169,7 @@ def sign(name: str, x: int, schema: EmbeddingSchema = SCHEMA) -> int:
     return x | schema.slots[name].prefix
 
 
-def value(
-    servers: list[ParameterServer], name: str, x: int, schema: EmbeddingSchema = SCHEMA
-) -> NDArray[np.float32]:
+def value(servers: list[ParameterServer], name: str, x: int) -> NDArray[np.float32]:
     """The embedding of one id, without its state."""
-    slot = schema.slots[name]
-    return read_rows(servers, {slot.table: [sign(name, x, schema)]})[sign(name, x, schema)][
-        : slot.dim
-    ]
+    slot, of = SCHEMA.slots[name], sign(name, x)
+    return read_rows(servers, {slot.table: [of]})[of][: slot.dim]

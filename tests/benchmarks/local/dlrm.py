@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,
@@ -18,11 +19,6 @@ from persia.embedding.data import (
 )
 from tests.benchmarks.ceiling import Table, described
 from tests.benchmarks.workload import BATCH, DIM, LR, Ids, batches, sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 NUM_DENSE = 13
 NUM_FEATURES = len(sizes(True))
