@@ -219,7 +219,7 @@ def test_a_script_ends_with_what_started_it(
     job: Job, launcher: str, text: str, said: str
 ) -> None:
     job.launcher = ("-c", launcher)
-    lives = {"PERSIA_LAUNCHER_PID": str(os.getpid())}
+    lives = {"PERSIA_LAUNCHER_PID": str(os.getpid())} if launcher == BETWEEN else {}
     parent = job.launch("nn-worker", job.script("train.py", text), **lives)
     parent.wait_for("running")
     parent.send_signal(signal.SIGKILL)

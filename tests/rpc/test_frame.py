@@ -84,7 +84,12 @@ def test_neither_side_copies_an_aligned_array() -> None:
     assert np.shares_memory(read, array)
 
 
-@pytest.mark.parametrize(("parts", "reason"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+NONE: tuple[str, list[bytes], str] = ("nothing", [], "parts")  # which no socket sends
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"), [b[1:] for b in (NONE, *BAD)], ids=[b[0] for b in (NONE, *BAD)]
+)
 def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None:
     with pytest.raises(UnreadableFrame) as caught:
         decode(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,7 +89,6 @@ def test_w48_an_end_that_is_closed_while_its_thread_looks_ends(
 def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
     ipc_wire: Wire, monkeypatch: Monkey
 ) -> None:
-    """A listener's thread ends its process the same way, by ``threading.excepthook``."""
     error = ValueError("why")
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", lambda args: ended.put(args.exc_value))
@@ -119,6 +119,18 @@ def test_a_channel_whose_thread_fails_fails_the_calls_with_the_cause(
             once.result(PATIENCE_S / 2)
         with pytest.raises(InternalError, match=r"persia-channel .*why"):
             client.call("add", 1)
+    assert ended.get(timeout=PATIENCE_S) is error
+
+
+def test_a_listener_whose_thread_fails_says_so_where_a_process_looks(
+    transport: ZmqTransport, address: str, monkeypatch: Monkey
+) -> None:
+    error = ValueError("why")
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.put(args.exc_value))
+    listener = transport.listen(address)
+    monkeypatch.setattr(listener, "_step", Mock(side_effect=error))
+    listener.start(lambda peer, parts: None, lambda reason: None)
     assert ended.get(timeout=PATIENCE_S) is error
 
 

@@ -58,7 +58,7 @@ class Cluster:
         self.servers = [self._wire.serve(one, role=parameter_server()) for one in objects]
         self.remotes = connect_parameter_servers(
             self._wire.transport,
-            addresses=[server.address for server in self.servers],
+            addresses=[server.address for server in reversed(self.servers)],  # in any order
             timeout_s=PATIENCE_S,
             on_restart=lambda number: self.worker.reconfigure_server(number),
         )
