@@ -27,7 +27,7 @@ from persia._rpc.messages import (
 from persia.errors import ServiceBusy, ServiceTimeout, ServiceUnavailable, UnknownStream
 
 # Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 
 
 @dataclass
