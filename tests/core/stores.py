@@ -56,10 +56,12 @@ def train(
     return rows, hints, *counts
 
 
-def evaluate(store: EmbeddingStore, signs: Signs, dim: int = 4) -> tuple[Floats, int]:
+def evaluate(
+    store: EmbeddingStore, signs: Signs, dim: int = 4, dtype: str = "float32"
+) -> tuple[Floats, int]:
     array = u64(signs)
     rows = np.full((len(array), dim), np.nan, np.float32)
-    return rows, store.lookup_eval(array, rows)
+    return rows, store.lookup_eval(array, rows, dtype=dtype)
 
 
 Entries = tuple[NDArray[np.uint64], Floats, Words]  # signs, values, states
@@ -82,6 +84,11 @@ def entries(store: EmbeddingStore) -> list[list[Entries]]:
         at = np.lexsort((orders, policies))
         shards[shard].append((signs[at], values[at], states[at]))
     return shards
+
+
+def orders_of(store: EmbeddingStore) -> list[list[int]]:
+    """The signs of each shape of each shard, oldest first."""
+    return [signs.tolist() for shard in entries(store) for signs, _, _ in shard]
 
 
 def held(store: EmbeddingStore, shard: int = 0) -> list[int]:
@@ -162,6 +169,15 @@ def blocks_of(store: EmbeddingStore, max_rows: int = 65536) -> list[RowBlock]:
 def shuffled(blocks: list[RowBlock]) -> list[RowBlock]:
     rng = np.random.default_rng(7)
     return [blocks[i] for i in rng.permutation(len(blocks))]
+
+
+def restore_all(
+    store: EmbeddingStore, blocks: list[RowBlock], optimizer: RowOptimizer | None = None
+) -> None:
+    for block in blocks:
+        store.restore(block, optimizer)
+    store.end_restore()
+    store.check()
 
 
 def block_with(**changed: Any) -> RowBlock:

@@ -1,8 +1,7 @@
 """The sparse side of a job in plain Python: what worker and servers together must do.
 
-One dict of rows, loops over samples and ids, float32 arithmetic one operation at a time. Only
-two things are taken from the core, each with a model of its own: initial values of a row and
-one optimizer step on one row.
+One dict of rows, and pooling as its model does it. Only two things are taken from the core,
+each with a model of its own: initial values of a row and one optimizer step on one row.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import HyperParameters, OptimizerSettings
 from persia.config import EmbeddingSchema, Slot
 from tests.reference.ids import hash_stack, number, pack
-from tests.reference.pooling import divisor
+from tests.reference.pooling import Bags, gather, pool, pool_grad
 
 Floats = NDArray[np.float32]
 Samples = list[list[int]]
-Weights = dict[str, list[NDArray[np.float32]]]  # per feature and sample one for each id
+Weights = dict[str, list[Floats]]  # per feature and sample one for each id
 
 
 def distinct(samples: Samples) -> list[int]:
@@ -69,12 +68,20 @@ class ReferenceJob:
         state = self.optimizer.new_state(slot.dim).view(np.float32)
         self.rows[sign] = np.concatenate([values, state])
 
-    def vector(self, slot: Slot, x: int) -> Floats:
-        total = np.zeros(slot.dim, np.float32)
-        for turn, sign in enumerate(self.signs_of(slot, x)):
-            row = self.rows.get(sign, np.zeros(slot.dim, np.float32))[: slot.dim]
-            total = row.copy() if turn == 0 else total + row
-        return total
+    def _bags(self, slot: Slot, samples: Samples, weights: Any) -> tuple[list[int], Bags]:
+        """The signs of a feature, and which of them make up each id of each sample."""
+        order, inverse = number(x for sample in samples for x in sample)
+        signs, places = number(sign for x in order for sign in self.signs_of(slot, x))
+        flat = None if weights is None else np.concatenate([*weights, np.zeros(0, np.float32)])
+        offsets = np.cumsum([0] + [len(sample) for sample in samples])
+        arrays = (np.array(one, np.uint32) for one in (places, inverse, offsets))
+        where, numbers, bounds = arrays
+        return signs, Bags(where, slot.hash_stack_rounds or 1, numbers, bounds, flat)
+
+    def _stack(self, rows: dict[int, Floats], signs: list[int], dim: int) -> Floats:
+        zeros = np.zeros(dim, np.float32)
+        found = [rows.get(sign, zeros)[:dim] for sign in signs]
+        return np.array(found, np.float32).reshape(-1, dim)
 
     def lookup(
         self, batch: dict[str, Samples], is_training: bool, weights: Weights | None = None
@@ -94,40 +101,22 @@ class ReferenceJob:
         }
 
     def _output(
-        self, name: str, samples: Samples, weights: list[NDArray[np.float32]] | None
+        self, name: str, samples: Samples, weights: list[Floats] | None
     ) -> tuple[NDArray[np.generic], ...]:
         slot = self.schema.slots[name]
-        if slot.pooling in ("raw", "jagged"):
-            order = distinct(samples)
-            vectors = [self.vector(slot, x) for x in order]
-            if slot.pooling == "raw":
-                vectors.insert(0, np.zeros(slot.dim, np.float32))
-                index = []
-                for sample in samples:
-                    row = [order.index(x) + 1 for x in sample]
-                    index += row + [0] * (slot.sample_fixed_size - len(row))
-                return np.stack(vectors), np.array(index, np.int64)
-            offsets = np.cumsum([0] + [len(sample) for sample in samples])
-            numbers = [order.index(x) for sample in samples for x in sample]
-            return (
-                np.array(vectors, np.float32).reshape(-1, slot.dim),
-                np.array(numbers, np.int64),
-                offsets.astype(np.int64),
-            )
-        out = np.zeros((len(samples), slot.dim), np.float32)
-        for b, sample in enumerate(samples):
-            for position, x in enumerate(sample):
-                vector = self.vector(slot, x)
-                if weights is not None:
-                    vector = vector * weights[b][position]
-                if position == 0:
-                    out[b] = vector
-                elif slot.pooling == "max":
-                    out[b] = np.where(vector > out[b], vector, out[b])
-                else:
-                    out[b] = out[b] + vector
-            out[b] = out[b] / divisor(slot.pooling, len(sample))
-        return (out,)
+        signs, bags = self._bags(slot, samples, weights)
+        rows = self._stack(self.rows, signs, slot.dim)
+        if slot.pooling not in ("raw", "jagged"):
+            return (pool(slot.pooling, bags, rows)[0],)
+        vectors = gather(bags, rows, len(distinct(samples)))
+        numbers = bags.inverse.astype(np.int64)
+        if slot.pooling == "jagged":
+            assert bags.offsets is not None
+            return vectors, numbers, bags.offsets.astype(np.int64)
+        index = np.zeros((len(samples), slot.sample_fixed_size), np.int64)
+        for row, some in zip(index, bags.samples(), strict=True):
+            row[: len(some)] = np.array(some, np.int64) + 1
+        return np.concatenate([np.zeros((1, slot.dim), np.float32), vectors]), index.ravel()
 
     def update(
         self,
@@ -142,15 +131,25 @@ class ReferenceJob:
             gradient = gradients[name]
             if gradient is None:
                 continue
+            slot, own = self.schema.slots[name], (weights or {}).get(name)
             samples = self.kept(name, samples)
-            slot = self.schema.slots[name]
-            if slot.pooling in ("raw", "jagged"):
-                for d, x in enumerate(distinct(samples)):
-                    self._add(name, slot, [x], None, gradient[d], sums, report)
-            else:
-                for b, sample in enumerate(samples):
-                    own = None if weights is None or name not in weights else weights[name][b]
-                    self._add(name, slot, sample, own, gradient[b], sums, report)
+            if slot.pooling in ("raw", "jagged"):  # there is one for each id
+                samples, own = [[x] for x in distinct(samples)], None
+            is_finite = [bool(np.isfinite(row).all()) for row in gradient]
+            given = list(zip(samples, is_finite, strict=True))
+            if num_nan := sum(bool(sample) and not is_whole for sample, is_whole in given):
+                report.nan_samples[name] = num_nan
+            if own is not None:
+                own = [one for one, is_whole in zip(own, is_finite, strict=True) if is_whole]
+            reached = [sample for sample, is_whole in given if is_whole]
+            signs, bags = self._bags(slot, reached, own)
+            maxima = pool(slot.pooling, bags, self._stack(self.rows, signs, slot.dim))[1]
+            before = self._stack(sums, signs, slot.dim)
+            with np.errstate(over="ignore"):
+                totals = pool_grad(
+                    slot.pooling, bags, gradient[is_finite], maxima, None, before
+                )
+            sums.update(zip(signs, totals, strict=True))
         for sign, total in sums.items():
             if not np.isfinite(total).all():
                 report.nan_rows += 1
@@ -161,35 +160,3 @@ class ReferenceJob:
                 self.optimizer.step_rows(row, total[None])
                 self.rows[sign] = row[0]
         return report
-
-    def _add(
-        self,
-        name: str,
-        slot: Slot,
-        sample: list[int],
-        weights: NDArray[np.float32] | None,
-        gradient: Floats,
-        sums: dict[int, Floats],
-        report: Report,
-    ) -> None:
-        if not sample:
-            return
-        if not np.isfinite(gradient).all():
-            report.nan_samples[name] = report.nan_samples.get(name, 0) + 1
-            return
-        for x in sample:
-            for sign in self.signs_of(slot, x):
-                sums.setdefault(sign, np.zeros(slot.dim, np.float32))
-        if slot.pooling == "max":
-            vectors = [self.vector(slot, x) for x in sample]
-            for j in range(slot.dim):
-                winner = max(range(len(sample)), key=lambda p: (vectors[p][j], -p))
-                for sign in self.signs_of(slot, sample[winner]):
-                    sums[sign][j] += gradient[j]
-            return
-        share: Any = gradient / divisor(slot.pooling, len(sample))
-        for position, x in enumerate(sample):
-            with np.errstate(over="ignore"):
-                own = share if weights is None else share * weights[position]
-                for sign in self.signs_of(slot, x):
-                    sums[sign] = sums[sign] + own

@@ -67,8 +67,8 @@ def bits(values: Floats) -> list[int]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("extra", [{}, {"weight_decay": 0.01, "weight_bound": 0.7}])
-def test_w64_each_kernel_agrees_with_the_model_bit_for_bit(
-    kernel: str, extra: dict[str, float], level: str
+def test_w64_every_variant_agrees_with_the_model_bit_for_bit(
+    kernel: str, extra: dict[str, float]
 ) -> None:
     name, options = KERNELS[kernel]
     optimizer = RowOptimizer(name, **options, **extra)
@@ -77,7 +77,13 @@ def test_w64_each_kernel_agrees_with_the_model_bit_for_bit(
         rng = np.random.default_rng(dim)
         # 25 rows reach past the prefetch distance.
         values, steps = batch(rng, 25, dim), [batch(rng, 25, dim) for _ in range(3)]
-        rows = run(optimizer, values, steps)
+        results = []
+        for one in cpu.available():
+            cpu.select(one)
+            results.append(run(optimizer, values, steps))
+        cpu.select(None)
+        rows = results[0]
+        assert all(bits(other) == bits(rows) for other in results), dim
         for i in (0, 24):
             want, state = values[i], model.new_state(name, optimizer.options, dim)
             for grads in steps:
@@ -88,28 +94,21 @@ def test_w64_each_kernel_agrees_with_the_model_bit_for_bit(
 # With the same names of options.
 TORCH: list[tuple[str, Any, dict[str, Any]]] = [
     ("sgd", torch.optim.SGD, {"lr": 0.1}),
-    ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    ("sgd", torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     ("adagrad", torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 1e-2}),
-    (
-        "adagrad",
-        torch.optim.Adagrad,
-        {"lr": 0.1, "initial_accumulator_value": 1e-8, "weight_decay": 0.01},
-    ),
+    ("adagrad", torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 1e-8}),
     ("adam", torch.optim.Adam, {"lr": 0.01}),
-    ("adam", torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
     ("rmsprop", torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9}),
-    (
-        "rmsprop",
-        torch.optim.RMSprop,
-        {"lr": 0.01, "alpha": 0.9, "weight_decay": 0.01, "momentum": 0.5},
-    ),
+    ("rmsprop", torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}),
 ]
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize(("name", "peer_class", "options"), TORCH)
 def test_two_hundred_steps_agree_with_torch(
-    name: str, peer_class: Any, options: dict[str, Any]
+    name: str, peer_class: Any, options: dict[str, Any], weight_decay: float
 ) -> None:
+    options = {**options, "weight_decay": weight_decay}
     rng = np.random.default_rng(7)
     values = batch(rng, 5, 12)
     steps = [batch(rng, 5, 12) for _ in range(200)]
@@ -424,18 +423,3 @@ def test_an_optimizer_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(optimizer))
     got = again.name, again.weight_bound, again.options
     assert got == ("adam", 3.0, optimizer.options)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_w64_every_variant_gives_the_same_bytes(kernel: str) -> None:
-    name, options = KERNELS[kernel]
-    optimizer = RowOptimizer(name, weight_decay=1e-3, weight_bound=2.0, **options)
-    for dim in range(1, 71):
-        results = []
-        for one in cpu.available():
-            cpu.select(one)
-            rng = np.random.default_rng(dim)
-            # 25 rows reach past the prefetch distance.
-            results.append(run(optimizer, batch(rng, 25, dim), [batch(rng, 25, dim)] * 2))
-        cpu.select(None)
-        assert all(bits(other) == bits(results[0]) for other in results), dim

@@ -362,11 +362,9 @@ def test_parts_without_sums_keep_what_is_there() -> None:
     assert PoolCalls().run(ALONE)
 
 
-# Two samples of ids [0, 1] and [1], two rounds, four rows of dim 3.
-
-
 # --- what does not fit ------------------------------------------------------------------------
 
+# Two samples, [0, 1] and [1]; with them come two rounds and four rows of dim 3.
 IDS = FeatureBatch.from_csr("f", np.array([0, 1, 1], np.uint64), np.array([0, 2, 3]))
 SHORT = FeatureBatch.from_single("f", np.array([0, 1, 2], np.uint64))
 HEAVY = FeatureBatch.from_csr(

@@ -25,7 +25,7 @@ PATTERNS: dict[str, Callable[[np.random.Generator, int], NDArray[np.int64]]] = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("capacity", [3, 700, 3000])
+@pytest.mark.parametrize("capacity", [1, 2, 3, 10, 700, 3000])
 def test_order_of_use_is_exact_under(pattern: str, capacity: int) -> None:
     rng = np.random.default_rng(3)
     store = new_store(capacity)
@@ -63,13 +63,3 @@ def test_w26_updates_evaluations_and_reads_are_no_uses() -> None:
     assert store.stats()["evicted"] == 1
     store.write(u64([2]), np.ones((1, 4), np.float32), None)
     assert held(store) == [3, 4, 5, 2]
-
-
-@pytest.mark.parametrize("capacity", [1, 2, 3, 10])
-def test_entries_are_bounded_after_a_batch_larger_than_the_capacity(capacity: int) -> None:
-    store = new_store(capacity)
-    for first in range(0, 5000, 500):
-        train(store, range(first, first + 500))
-        store.check()
-        assert store.stats()["entries"] <= 1.25 * capacity
-        assert held(store) == list(range(first + 500 - capacity, first + 500))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from persia._core.kernels.optim import OPTIONS, RowOptimizer
 from tests.core.stores import UNIFORM, Floats, new_store, train, u64
 
 HALVES = ["float16", "bfloat16"]
-LRS: dict[str, Any] = {name: RowOptimizer(name, lr=0.05) for name in OPTIONS}
 # An f32 between two values of each kind, beyond all of them, and lost.
 EXTREME = [-3.4e38, 3.4e38, np.inf, -np.inf, np.nan]
 
@@ -59,7 +56,7 @@ def test_a_step_is_the_f32_step_rounded(name: str, dim: int, dtype: str) -> None
 def test_sgd_rows_take_little_more_than_half(dim: int, share: float) -> None:
     taken = []
     for dtype in ("float32", *HALVES):
-        store = new_store(10**6, LRS["sgd"])
+        store = new_store(10**6, RowOptimizer("sgd", lr=0.05))
         for first in range(0, 60_000, 10_000):
             train(store, range(first, first + 10_000), dim, dtype=dtype)
         taken.append(store.stats()["bytes"] / len(store))

@@ -12,23 +12,19 @@ import pytest
 from persia._core.store.store import EmbeddingStore
 from persia.errors import StoreError
 from tests.core.state_files import ARGUMENTS, CONTROL, filled, new_store, state_file
-from tests.core.stores import contents, entries, train
+from tests.core.stores import contents, orders_of, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
-
-
-def orders(store: EmbeddingStore) -> list[list[int]]:
-    return [signs.tolist() for shard in entries(store) for signs, _, _ in shard]
 
 
 def test_rows_their_order_and_clocks_are_those_of_the_store_before() -> None:
     with state_file() as file:
         store = filled(file)
-        wanted, order, times = contents(store), orders(store), store.clock_times()
+        wanted = contents(store), orders_of(store), store.clock_times()
         del store
         again = new_store(file, attach=True)
         again.check()
-        assert (contents(again), orders(again), again.clock_times()) == (wanted, order, times)
+        assert (contents(again), orders_of(again), again.clock_times()) == wanted
         train(again, range(3000, 9000))
         again.check()
         assert again.stats()["evicted"] > 0

@@ -15,7 +15,8 @@ from persia._core.store.store import EmbeddingStore
 from persia.errors import DataError, PersiaError
 from tests.benchmarks.memory import resident
 from tests.core import stores
-from tests.core.policies import KINDS, new_store, train
+from tests.core.machine import KINDS
+from tests.core.policies import new_store, train
 from tests.core.stores import (
     ADAGRAD,
     adagrad_store,
@@ -23,26 +24,14 @@ from tests.core.stores import (
     block_with,
     blocks_of,
     contents,
-    entries,
     held,
+    orders_of,
+    restore_all,
     rows_of,
     shuffled,
     u64,
     update,
 )
-
-
-def restore_all(
-    store: EmbeddingStore, blocks: list[RowBlock], optimizer: RowOptimizer | None = None
-) -> None:
-    for block in blocks:
-        store.restore(block, optimizer)
-    store.end_restore()
-    store.check()
-
-
-def signs_of(store: EmbeddingStore) -> list[list[int]]:
-    return [signs.tolist() for shard in entries(store) for signs, _, _ in shard]
 
 
 @pytest.mark.parametrize("expected", [0, 2000, 1 << 60])
@@ -115,7 +104,7 @@ def test_memory_of_cleared_rows_is_used_again_and_given_back(
     restore_all(store, blocks)
     assert full - resident() > 60 << 20
     assert contents(store) == contents(other)
-    assert signs_of(store) == signs_of(other)
+    assert orders_of(store) == orders_of(other)
 
 
 def test_another_optimizer_begins_with_its_own_state() -> None:
@@ -167,16 +156,11 @@ def test_w50_a_block_that_does_not_fit_together_changes_nothing(
 
 
 def test_w50_foreign_numbers_in_a_block_are_bounded() -> None:
-    largest = np.full(3, 2**64 - 1, np.uint64)
-    store = new_store(1000, *KINDS)
-    for policy in range(5):
-        signs = np.arange(3, dtype=np.uint64) + np.uint64(10 * policy)
-        uses = np.full(3, 2**32 - 1, np.uint32)
-        store.restore(
-            block_with(signs=signs, policy=policy, orders=largest, uses=uses, ages=largest)
-        )
-    store.end_restore()
-    store.check()
+    largest, uses = np.full(3, 2**64 - 1, np.uint64), np.full(3, 2**32 - 1, np.uint32)
+    foreign = {"orders": largest, "uses": uses, "ages": largest}
+    signs = [u64(range(10 * policy, 10 * policy + 3)) for policy in range(5)]
+    blocks = [block_with(signs=one, policy=i, **foreign) for i, one in enumerate(signs)]
+    restore_all(new_store(1000, *KINDS), blocks)
 
 
 @pytest.mark.parametrize("num_rows", [140_000, 190_000])
@@ -214,10 +198,8 @@ def test_rows_stand_as_their_orders_say(step: int, first: int) -> None:
     places = rng.permutation(1000).astype(np.uint64)
     orders = first + step * (places // 2 if first == 7 else places)
     store = EmbeddingStore(2000, num_shards=1)
-    for some in (slice(0, 600), slice(600, 1000)):
-        store.restore(ordered(places[some] + np.uint64(1), orders[some], 2))
-    store.end_restore()
-    store.check()
+    parts = (slice(0, 600), slice(600, 1000))
+    restore_all(store, [ordered(places[one] + np.uint64(1), orders[one], 2) for one in parts])
     # Notes have room for 32 bits of an order: what is beyond them is equal.
     noted = np.minimum(orders.astype(np.uint64), np.uint64(2**32 - 1))
     assert held(store) == (places[np.argsort(noted, kind="stable")] + 1).tolist()
@@ -233,7 +215,7 @@ def test_changes_go_over_what_they_change() -> None:
             restore_all(other, blocks)
             one.commit()
         assert contents(other) == contents(store)
-        assert signs_of(other) == signs_of(store)
+        assert orders_of(other) == orders_of(store)
         add(store, range(150 + 20 * turn, 230 + 20 * turn))
         update(store, range(150 + 20 * turn, 230 + 20 * turn))
         store.delete(u64(range(turn, 200, 31)))

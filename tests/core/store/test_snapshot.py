@@ -14,8 +14,7 @@ from persia._core.store.blocks import RowBlock
 from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
 from persia.errors import StoreError
-from tests.core.machine import ShardedMachine, StoreMachine
-from tests.core.policies import PolicyMachine
+from tests.core.machine import PolicyMachine, ShardedMachine, StoreMachine
 from tests.core.stores import (
     Rows,
     adagrad_store,
@@ -23,6 +22,7 @@ from tests.core.stores import (
     rows_of,
     update,
 )
+from tests.reference.store import Store, shard_number
 from tests.support.profiles import tries
 
 NAMES = (None, "delta", "feed")
@@ -57,9 +57,10 @@ class Reader:
 
 
 class SnapshotRules:
-    """Rules for a machine that has ``store``, ``model`` and the two methods below."""
+    """Rules for a machine that has these two."""
 
     store: EmbeddingStore
+    model: Store
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +68,14 @@ class SnapshotRules:
         self.replicas: dict[str, Rows | None] = {}
 
     def state(self) -> tuple[Rows, list[list[int]]]:
-        raise NotImplementedError
-
-    def shard_of(self, sign: int) -> int:
-        return 0
-
-    def sweep(self) -> None:
-        """A snapshot of changes drops what has expired."""
+        """Rows, and signs by shard, policy after policy, of what has not expired."""
+        rows: Rows = {}
+        for number, shard in enumerate(self.model.shards):
+            for sign in self.model.order(number):
+                row = shard.rows[sign]
+                kept = row.policy, row.dtype, row.values.tobytes(), row.state.tobytes()
+                rows[sign] = *kept, shard.orders[row.policy].class_of(sign)
+        return rows, [self.model.order(number) for number in range(self.model.num_shards)]
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -94,7 +96,7 @@ class SnapshotRules:
             return
         snapshot = self.store.begin_snapshot(name, full=full, **arguments)
         if name is not None:
-            self.sweep()
+            self.model.sweep()  # a snapshot of changes drops what has expired
         rows, orders = self.state()
         before = self.replicas[name] if name is not None else None
         assert snapshot.is_full or not (name is None or full or before is None)
@@ -158,14 +160,14 @@ class SnapshotRules:
             assert all(reader.expected[sign] == row for sign, row in rows.items())
         by_shard: dict[int, list[RowBlock]] = {}
         for block in reader.blocks:
-            (shard,) = {self.shard_of(sign) for sign in block.signs.tolist()}
+            signs = block.signs.tolist()
+            (shard,) = {shard_number(sign, self.store.num_shards) for sign in signs}
             by_shard.setdefault(shard, []).append(block)
         for shard, blocks in by_shard.items():
             wanted = [sign for sign in reader.orders[shard] if sign in rows]
-            assert self.sorted_like(in_order(blocks), reader) == wanted
-
-    def sorted_like(self, signs: list[int], reader: Reader) -> list[int]:
-        return signs
+            # Here policies take turns.
+            order = sorted(in_order(blocks), key=lambda sign: reader.expected[sign][0])
+            assert order == wanted
 
     def order_of_use(self) -> None:
         """Compared of each snapshot: another one after each request would begin an epoch."""
@@ -177,41 +179,15 @@ class SnapshotRules:
 
 
 class StoreSnapshots(SnapshotRules, StoreMachine):
-    def state(self) -> tuple[Rows, list[list[int]]]:
-        rows: Rows = {}
-        for shard in self.model.shards:
-            for sign, row in shard.items():
-                dtype = self.dtypes[len(row.values)]
-                rows[sign] = (0, dtype, row.values.tobytes(), row.state.tobytes(), 0)
-        return rows, [list(shard) for shard in self.model.shards]
-
-    def shard_of(self, sign: int) -> int:
-        return next(
-            i for i, shard in enumerate(self.model.shards) if self.model.shard(sign) is shard
-        )
+    pass
 
 
-class ShardedSnapshots(StoreSnapshots, ShardedMachine):
+class ShardedSnapshots(SnapshotRules, ShardedMachine):
     pass
 
 
 class PolicySnapshots(SnapshotRules, PolicyMachine):
-    def state(self) -> tuple[Rows, list[list[int]]]:
-        rows: Rows = {}
-        for policy, order in enumerate(self.model.orders):
-            for uses, signs in enumerate(order.classes):
-                for sign in signs:
-                    values = self.model.values[sign].tobytes()
-                    rows[sign] = (policy, "float32", values, b"", uses)
-        rows = {sign: row for sign, row in rows.items() if not self.model.has_expired(sign)}
-        return rows, [self.model.order()]
-
-    def sweep(self) -> None:
-        self.model.sweep()
-
-    def sorted_like(self, signs: list[int], reader: Reader) -> list[int]:
-        """The model has policy after policy; here they take turns."""
-        return sorted(signs, key=lambda sign: reader.expected[sign][0])
+    pass
 
 
 few_examples = tries(40, stateful_step_count=25)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from persia.errors import StoreError
-from tests.core.policies import KINDS, new_store, train
+from tests.core.machine import KINDS
+from tests.core.policies import new_store, train
 from tests.core.stores import (
     adagrad_store,
     add,
@@ -18,6 +19,7 @@ from tests.core.stores import (
     contents,
     contents_of,
     held,
+    restore_all,
     rows_of,
     shuffled,
     u64,
@@ -119,10 +121,7 @@ def test_orders_classes_and_ages_come_back() -> None:
         signs = rng.integers(0, 250, 90) + 1000 * (turn % 4)
         train(store, signs, turn, policy=turn % 4)
     other.set_clocks(7, 3)  # which begin elsewhere
-    for block in shuffled(blocks_of(store, 50)):
-        other.restore(block)
-    other.end_restore()
-    other.check()
+    restore_all(other, shuffled(blocks_of(store, 50)))
     assert held(other) == held(store)
     assert {sign: row[4] for sign, row in rows_of(blocks_of(other)).items()} == {
         sign: row[4] for sign, row in rows_of(blocks_of(store)).items()
@@ -139,9 +138,7 @@ def test_policies_take_turns_at_eviction_as_before() -> None:
     for turn in range(30):
         policy = (turn // 3) % 2
         train(stores[0], range(10 * turn, 10 * turn + 10), turn, policy=policy)
-    for block in shuffled(blocks_of(stores[0], 20)):
-        stores[1].restore(block)
-    stores[1].end_restore()
+    restore_all(stores[1], shuffled(blocks_of(stores[0], 20)))
     for turn in range(5):
         kept = []
         for store in stores:

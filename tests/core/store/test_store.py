@@ -281,7 +281,7 @@ def test_a_million_operations() -> None:
         cold = rng.integers(0, len(signs), 4000)
         scanned = (np.arange(4000) + 4000 * step) % len(signs)
         batch = signs[rng.permutation(np.concatenate([hot, cold, scanned]))]
-        machine.lookup_train(batch.tolist(), 1.0)
+        machine.ask(batch.tolist())
         late = rng.choice(np.array(sorted(machine.known), np.uint64), 3000)
         for some in (batch[:3000], late):  # some with hints of long ago
             machine.update(some.tolist(), "kept", step)
@@ -302,16 +302,12 @@ def test_a_dim_mismatch_leaves_a_sound_store() -> None:
 
 
 def test_settings_out_of_range() -> None:
-    wrong: list[dict[str, Any]] = [
-        {"capacity": 0},
-        {"capacity": -1},
-        {"capacity": 2**63},
-        {"num_shards": 0},
-    ]
-    wrong += [{"num_shards": 1025}, {"num_threads": 0}]
-    for setting in wrong:
-        with pytest.raises(ConfigError, match=next(iter(setting))):
-            EmbeddingStore(**({"capacity": 1} | setting))
+    wrong = {"capacity": (0, -1, 2**63), "num_shards": (0, 1025), "num_threads": (0,)}
+    for name, values in wrong.items():
+        for value in values:
+            settings: dict[str, Any] = {"capacity": 1, name: value}
+            with pytest.raises(ConfigError, match=name):
+                EmbeddingStore(**settings)
 
 
 def test_arrays_that_do_not_fit_each_other() -> None:
