@@ -24,6 +24,7 @@ from tests.readers.support import (
     write_folder,
 )
 from tests.support.fixtures import Monkey
+from tests.support.waiting import until
 
 SIZES = (20, 1, 33, 14)
 NUM_ROWS = sum(SIZES)
@@ -155,7 +156,8 @@ def test_memory_of_a_few_chunks(tmp_path: Path, monkeypatch: Monkey, whole_bytes
         most = max(most, pa.total_allocated_bytes() - before)
     assert count == 800_000
     assert most < 15_000_000
-    assert pa.total_allocated_bytes() - before < 1_000_000
+    # Arrow's own threads let the last row group go a moment later.
+    until(lambda: pa.total_allocated_bytes() - before < 1_000_000)
 
 
 def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
