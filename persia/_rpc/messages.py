@@ -106,9 +106,17 @@ class UpdateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateReply:
-    num_missing: int  # signs that had no row any more; each skipped exactly its own gradient
-    repeated: bool = False  # this id was applied before: the reply is that call's, again
+class UpdateReport:
+    """What one update skipped, by feature name; zero counts are absent.
+
+    Of a server, which knows signs and no features: the first and the last field.
+    """
+
+    num_missing: int = 0  # signs that had no row any more; each skipped its own gradient only
+    nan_samples: Mapping[str, int] = field(default_factory=dict)  # rows of the gradient
+    nan_rows: Mapping[str, int] = field(default_factory=dict)  # sums that overflowed
+    skipped: tuple[str, ...] = ()  # slots without a gradient
+    repeated: bool = False  # a server, or the worker, had applied this update before
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +204,7 @@ class ParameterServer(Protocol):
     def register_optimizer(self, settings: OptimizerSettings) -> None: ...
     def ready_for_serving(self) -> bool: ...
     def lookup(self, request: LookupRequest) -> LookupReply: ...
-    def update(self, request: UpdateRequest) -> UpdateReply: ...
+    def update(self, request: UpdateRequest) -> UpdateReport: ...
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
     def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]: ...
     def get_embedding_size(self) -> int: ...
@@ -289,17 +297,6 @@ class BatchGradients:
     gradients: tuple[SlotGradient, ...]
     scale: float = 1.0  # what the loss was multiplied with
     learning_rates: tuple[LearningRate, ...] = ()  # other tables: the registered optimizer's
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateReport:
-    """What one update skipped, by feature name; zero counts are absent."""
-
-    num_missing: int = 0
-    nan_samples: Mapping[str, int] = field(default_factory=dict)  # rows of the gradient
-    nan_rows: Mapping[str, int] = field(default_factory=dict)  # sums that overflowed
-    skipped: tuple[str, ...] = ()  # slots without a gradient
-    repeated: bool = False  # a server, or the worker, had applied this update before
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from persia._rpc.messages import (
     TableGradients,
     TableRows,
     TableSigns,
-    UpdateReply,
+    UpdateReport,
     UpdateRequest,
     WriteRequest,
 )
@@ -309,7 +309,7 @@ class ParameterServer:
             replies.append(TableRows(part.table, rows, None))
         return replies, num_missing
 
-    def update(self, request: UpdateRequest) -> UpdateReply:
+    def update(self, request: UpdateRequest) -> UpdateReport:
         """Step each row by its gradient, once per update id."""
         state = self._settings.state
         if state is None:
@@ -340,14 +340,14 @@ class ParameterServer:
         if repeated:
             with self._counts_lock:
                 self._counts["repeated_updates"] += 1
-            return UpdateReply(num_missing, True)
+            return UpdateReport(num_missing, repeated=True)
         with self._counts_lock:
             self._counts["updates"] += 1
             self._counts["update_missing"] += num_missing
         if self._incremental is not None:
             self._incremental.note(num_ids, self._state_to_save)
         self._update_time.add(time.perf_counter() - begin)
-        return UpdateReply(num_missing)
+        return UpdateReport(num_missing)
 
     # --- whole rows -------------------------------------------------------------------------
 

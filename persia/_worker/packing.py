@@ -45,7 +45,6 @@ from persia._rpc.messages import (
     Signs,
     TableEntries,
     TableSigns,
-    UpdateReply,
     UpdateReport,
 )
 from persia.config import EmbeddingSchema, Slot
@@ -234,7 +233,7 @@ class PackedBatch:
     # One update at a time; the fields below are the update's.
     updating: threading.Lock = field(default_factory=threading.Lock)
     update_id: tuple[int, int] | None = None
-    acknowledged: dict[int, UpdateReply] = field(default_factory=dict)  # by server
+    acknowledged: dict[int, UpdateReport] = field(default_factory=dict)  # by server
     report: UpdateReport | None = None  # set when all servers have acknowledged
 
     def num_bytes(self) -> int:

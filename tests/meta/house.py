@@ -23,8 +23,7 @@ FORMS_OF_A_BATCH = frozenset(
         *("IDTypeFeature", "FeatureBatch", "PersiaBatch", "IDFeatures", "StreamedBatch"),
         *("PackedBatch", "LookupRequest", "LookupReply", "LookupResult"),
         *("InFlightBatch", "PersiaTrainingBatch"),
-        *("BatchGradients", "UpdateRequest", "UpdateReply"),
-        "UpdateReport",
+        *("BatchGradients", "UpdateRequest", "UpdateReport"),
     )
 )
 

@@ -18,7 +18,7 @@ from persia._rpc.messages import (
     LookupRequest,
     TableGradients,
     TableSigns,
-    UpdateReply,
+    UpdateReport,
     UpdateRequest,
 )
 from persia._server import state_file
@@ -79,7 +79,7 @@ def kill(server: ParameterServer) -> None:
     server.state_file.close()
 
 
-def update(server: ParameterServer, number: int) -> UpdateReply:
+def update(server: ParameterServer, number: int) -> UpdateReport:
     gradients = np.full((len(SIGNS), 4), 1.0 + number, np.float32)
     return server.update(
         UpdateRequest((5, number), (TableGradients(0, SIGNS, None, gradients),))
@@ -94,8 +94,8 @@ def rows(server: ParameterServer) -> bytes:
 
 def test_w17_rows_settings_and_applied_updates_are_there_again(directory: Path) -> None:
     first = begun(directory)
-    assert update(first, 0) == UpdateReply(0, False)
-    assert update(first, 7) == UpdateReply(0, False)
+    assert update(first, 0) == UpdateReport()
+    assert update(first, 7) == UpdateReport()
     before = rows(first)
     kill(first)
     second = serve(open_file(directory))
@@ -103,9 +103,9 @@ def test_w17_rows_settings_and_applied_updates_are_there_again(directory: Path) 
     assert rows(second) == before
     assert second.stats()["recovered_rows"] == len(SIGNS)
     configured(second)
-    assert update(second, 7) == UpdateReply(0, True)
+    assert update(second, 7) == UpdateReport(repeated=True)
     assert rows(second) == before
-    assert update(second, 8) == UpdateReply(0, False)
+    assert update(second, 8) == UpdateReport()
     with pytest.raises(ConfigError, match="seed: expected 7"):
         second.configure(other_settings(seed=8))
     kill(second)
@@ -156,7 +156,7 @@ def test_in_a_full_tmpfs_training_goes_on(directory: Path, caplog: Log) -> None:
     assert "IF IT IS KILLED, ALL ROWS ARE LOST" in line
     assert not state.path.exists()
     assert rows(server) == before
-    assert update(server, 3) == UpdateReply(0, False)
+    assert update(server, 3) == UpdateReport()
 
 
 def test_rows_of_another_config_are_not_taken_up(directory: Path, caplog: Log) -> None:
@@ -167,7 +167,7 @@ def test_rows_of_another_config_are_not_taken_up(directory: Path, caplog: Log) -
     assert "CANNOT BE USED" in caplog.text
     assert server.get_embedding_size() == 0
     look(configured(server))
-    assert update(server, 1) == UpdateReply(0, False)
+    assert update(server, 1) == UpdateReport()
 
 
 def test_counts_classes_and_steps_go_on(directory: Path) -> None:
