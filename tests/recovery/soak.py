@@ -36,7 +36,6 @@ from persia._rpc.messages import (
 )
 from persia._rpc.stubs import RemoteParameterServer
 from persia.errors import ServiceError
-from persia.utils import sleep
 from tests.cluster.place import Place
 from tests.load.parts import SETTINGS, SGD
 from tests.support.processes import Cluster
@@ -53,6 +52,7 @@ NUM_SIGNS = 30_000
 BATCH = 6_000
 NUM_CLIENTS = 3
 NUM_SERVERS = 2
+MOST_BETWEEN = 6  # updates between two kills
 
 
 def signs_of(table: int) -> NDArray[np.uint64]:
@@ -179,15 +179,16 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
         begin = time.monotonic()
         kills: list[tuple[float, float, bool]] = []
         while len(kills) < num_kills:
-            done = sum(client.num_updates for client in clients)
+            # Behind a drawn number of updates, so that a kill comes at any moment of the others.
+            done = sum(client.num_updates for client in clients) + chance.randrange(
+                MOST_BETWEEN
+            )
 
             def goes_on(done: int = done) -> bool:
                 assert not any(each.done() for each in running)
                 return sum(client.num_updates for client in clients) > done
 
             until(goes_on)
-            # A kill comes at any moment: nothing is waited for, an event would tie it to one.
-            sleep(chance.uniform(0.0, 0.2))
             kills.append(replace(cluster, chance.randrange(NUM_SERVERS)))
             if show and len(kills) % 10 == 0:
                 print(len(kills), sum(c.num_updates for c in clients), flush=True)
