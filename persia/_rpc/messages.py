@@ -116,7 +116,7 @@ class UpdateReport:
     nan_samples: Mapping[str, int] = field(default_factory=dict)  # rows of the gradient
     nan_rows: Mapping[str, int] = field(default_factory=dict)  # sums that overflowed
     skipped: tuple[str, ...] = ()  # slots without a gradient
-    repeated: bool = False  # a server, or the worker, had applied this update before
+    repeated: bool = False  # it was applied before: this is the report of that call, again
 
 
 @dataclass(frozen=True, slots=True)
