@@ -179,7 +179,7 @@ def soak(num_kills: int, seed: int, show: bool = False) -> str:
         begin = time.monotonic()
         kills: list[tuple[float, float, bool]] = []
         while len(kills) < num_kills:
-            # Behind a drawn number of updates, so that a kill comes at any moment of the others.
+            # After a drawn number of updates, so that a kill comes at any moment of the next.
             done = sum(client.num_updates for client in clients) + chance.randrange(
                 MOST_BETWEEN
             )
