@@ -236,7 +236,7 @@ def test_awkward_values_agree_with_the_model_bit_for_bit(
     assert bits(rows[0]) == bits(np.concatenate([want, state]))
 
 
-# The original's own unit tests (behaviour.md 11.2).
+# Of the original's own unit tests.
 ORIGINAL_VALUES = (
     "0.7306 0.0340 0.1331 0.4355 0.0305 0.6968 0.1528 0.7074 0.5598 0.0271 0.7671 0.8731"
 )
