@@ -705,7 +705,7 @@ class BatchReceiver:
 
     def register_again(self, stream: LoaderStream, batch_id: int, why: ServiceError) -> int:
         """Have the data-loader register the ids of a batch again; returns the ref."""
-        logger.warning("batch %d is registered again: %s", batch_id, why)
+        logger.warning("the data-loader registers batch %d again: %s", batch_id, why)
         with self._lock:
             stream.wanted.add(batch_id)
             self._counts["asked_again"] += 1

@@ -6,14 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from persia._rpc import worker_pool as workers_module
-from persia._rpc.messages import LookupResult
+from persia._rpc.messages import LookupResult, PooledOutput
 from persia._rpc.methods import embedding_worker
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import EmbeddingWorkers
+from persia._training.backward import BackwardPipeline
+from persia._training.forward import Lookups
+from persia._training.inflight import InFlightBatch, InFlightTracker
 from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.rpc.support import Wire
 from tests.support.fixtures import Log, Monkey
@@ -91,6 +96,30 @@ def test_w69_the_batches_of_a_dead_worker_go_to_another(job: Job) -> None:
     job.workers.update(gradient(again))
     assert job.workers.stats()["updates"] == 1
     assert time.monotonic() - begin < 20 * TRY_S
+
+
+def test_w69_what_a_dead_worker_knew_of_a_dataset_the_trainer_registers_again(job: Job) -> None:
+    """Between lookup and update; the other worker has never seen the batch."""
+
+    def vectors() -> list[float]:
+        asked = features({"sum": [[1]]}, requires_grad=False)
+        (output,) = job.workers.lookup_direct(asked).outputs
+        assert isinstance(output, PooledOutput)
+        return [float(value) for value in output.values.ravel()]
+
+    lookups = Lookups(job.workers, InFlightTracker(job.workers), True, lambda: None)
+    ticket = InFlightBatch(batch_id=0, features=features({"sum": [[1]]}, 0).features)
+    looked_up = lookups._ask(ticket, True, time.perf_counter())
+    before = vectors()
+    job.servers[0].stop(0.0)
+    pipeline: Any = SimpleNamespace(_worker=job.workers)
+    report = BackwardPipeline._update(pipeline, ticket, gradient(looked_up))
+    assert not report.repeated
+    after = vectors()
+    assert after != before
+    # Sent once more, as if the answer had been lost.
+    assert BackwardPipeline._update(pipeline, ticket, gradient(looked_up)).repeated
+    assert vectors() == after
 
 
 @pytest.mark.parametrize("is_slow", [pytest.param(True, marks=pytest.mark.slow), False])

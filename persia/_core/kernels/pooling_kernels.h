@@ -247,8 +247,8 @@ PERSIA_INLINE void persia_grad_sum_loop(
 }
 
 /* The same into rows that hold nothing yet, without hash stack, skips and weights. Ids are
- * numbered as they are first seen, so the next number of all is a row's first gradient: it is
- * added to zeros (a copy would keep the sign of -0), and which of the two it is costs no branch.
+ * numbered as they are first seen, so a number that has not come yet is a row's first gradient: it
+ * is added to zeros (a copy would keep the sign of -0), and whether it is one costs no branch.
  * Returns how many rows were begun; where numbers do not come in that order, these are fewer
  * than there are, and the others hold anything. */
 PERSIA_INLINE size_t persia_grad_fresh_loop(

@@ -1,4 +1,4 @@
-"""Which row goes next: LRU and LFU with or without a time to live, beside each other.
+"""Which row goes next: by LRU or LFU, each with or without a time to live, several in a shard.
 
 A policy is (kind, ttl). It owns orders of use, and what it knows of a row is where the row
 stands, so no policy costs a byte in a row or a read of one:
@@ -62,8 +62,8 @@ cdef int add_orders(Policy *policy, Recency *recency) noexcept nogil:
 # is turned by one place, which moves nothing:
 #
 #     orders     a  b  c  d ... q         a b c ... are the orders, one letter each
-#     before     0  1  2  3 ... drained
-#     after      dr 0  1  2 ... 15        q is empty then
+#     before     0  1  2  3 ... drained       the class that each one is of
+#     after      drained 0  1  2 ... 15       q is empty then
 #
 # and what was class 0 goes, a few segments a request, to the old end of what was class 1. A
 # touch in the meantime takes it for class 0, and eviction takes it first, so that it does not

@@ -13,6 +13,7 @@ from tests.core.policies import DIM, new_store, stream, train
 from tests.core.stores import held, u64
 from tests.support.profiles import tries
 
+# Random requests under random policies; what is held is compared with the model's after each.
 TestPolicies = PolicyMachine.TestCase
 TestPolicies.settings = tries(80, stateful_step_count=50)
 
