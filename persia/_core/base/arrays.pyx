@@ -29,11 +29,7 @@ cdef enum:
 
 _NAMES = {"f": "float", "i": "int", "u": "uint"}
 
-# Shifted, for a sign keeps the low 56 bits of an id unless the config says otherwise.
-_TEXTS = (
-    "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8, or "
-    "let persia.readers do it"
-)
+_TEXTS = "; ids are numbers: persia.readers.hash_text(texts) makes them of texts"
 
 
 cdef str describe(object value):
@@ -51,14 +47,15 @@ cdef str to_ids(object value):
     if isinstance(value, MaskedArray):
         return ""
     if is_of(value, "torch"):
-        return "; .cpu().numpy().astype(np.uint64) makes one of it"
+        is_cut = getattr(getattr(value, "dtype", None), "is_floating_point", True)
+        return "" if is_cut else "; .cpu().numpy().astype(np.uint64) makes one of it"
     try:
         found = np.asarray(value)
     except (RuntimeError, TypeError, ValueError):  # lists of different lengths, for instance
         return ""
     if found.dtype.kind in "OSU" and found.size and isinstance(found.flat[0], (str, bytes)):
         return _TEXTS
-    if found.ndim == 1 and found.dtype.kind in "iu":
+    if found.ndim == 1 and found.dtype.kind in "iub":
         return "; np.asarray(ids).astype(np.uint64) makes one of it"
     return ""
 
@@ -112,7 +109,7 @@ cdef ndarray as_vector(object value, char kind, int itemsize, str what):
     """
     if not is_vector(value, kind, itemsize):
         expected = f"{_NAMES[chr(kind)]}{8 * itemsize}"
-        hint = to_ids(value) if kind == c"u" and itemsize == 8 else ""
+        hint = to_ids(value) if expected == "uint64" else ""
         raise DataTypeError(
             f"{what}: expected a 1-D numpy array of {expected}, got {describe(value)}{hint}"
         )

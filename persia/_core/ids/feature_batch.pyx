@@ -83,25 +83,28 @@ cdef bint one_each(const uint32_t *edges, size_t num_samples) noexcept nogil:
 
 
 cdef size_t renumber(
-    const uint32_t *inverse, const uint32_t *edges, size_t num_samples, size_t limit,
+    const uint32_t *inverse, const uint32_t *edges, size_t num_samples, size_t limit, bint last,
     uint32_t *kept_inverse, uint32_t *kept_edges, uint32_t *new_numbers, uint32_t *old_numbers
 ) noexcept nogil:
-    """Copy the first ``limit`` ids of each sample, numbered again; return how many differ.
+    """Copy the first or last ``limit`` ids of each sample, numbered again.
 
-    Needs every entry of ``new_numbers`` [D] to be the maximum. ``old_numbers`` [D] receives the
-    old number of each new one. Numbers are given by first position again, which moves when an
-    id's first position is cut and a later one stays.
+    Returns how many differ. Needs every entry of ``new_numbers`` [D] to be the maximum.
+    ``old_numbers`` [D] receives the old number of each new one. Numbers are given by first
+    position again, which moves when an id's first position is cut and a later one stays.
     """
-    cdef size_t sample, i, stop
+    cdef size_t sample, i, start, stop
     cdef size_t kept = 0
     cdef uint32_t count = 0
     cdef uint32_t old
     kept_edges[0] = 0
     for sample in range(num_samples):
-        stop = edges[sample + 1]
-        if stop - edges[sample] > limit:
-            stop = edges[sample] + limit
-        for i in range(edges[sample], stop):
+        start, stop = edges[sample], edges[sample + 1]
+        if stop - start > limit:
+            if last:
+                start = stop - limit
+            else:
+                stop = start + limit
+        for i in range(start, stop):
             old = inverse[i]
             if new_numbers[old] == <uint32_t>0xFFFFFFFF:
                 new_numbers[old] = count
@@ -258,6 +261,20 @@ cdef class FeatureBatch:
         )
 
     @staticmethod
+    def from_rows(name, ids, rows, Py_ssize_t batch_size):
+        """Build a list of batches of ``batch_size`` rows, the last of what is left.
+
+        ``ids``, u64 [N], has one of each row; ``rows``, i64, are those of the first batch, then
+        those of the next one. The caller must not write to either meanwhile.
+        """
+        cdef str feature = checked_name(name)
+        if batch_size < 1:
+            raise DataError(f"batch_size: expected at least 1 sample, got {batch_size}")
+        return build_batches(
+            feature, as_ids(ids, f"feature {feature!r}"),
+            as_vector(rows, c"i", 8, f"feature {feature!r}, rows"), batch_size)
+
+    @staticmethod
     def from_list(name, data, weights=None):
         """Build from a list or tuple with one array for each sample, of any layout.
 
@@ -306,8 +323,8 @@ cdef class FeatureBatch:
             lengths_data[i] = 1 if edges == NULL else <int64_t>edges[i + 1] - edges[i]
         return lengths
 
-    def truncated(self, limit):
-        """Return a batch with the first ``limit`` ids of each sample, in their order.
+    def truncated(self, limit, bint last=False):
+        """Return a batch with the first or last ``limit`` ids of each sample, in their order.
 
         Distinct ids without an occurrence left are left out, and first-seen order is that of
         what remains. Returns this object if there is nothing to cut.
@@ -347,7 +364,7 @@ cdef class FeatureBatch:
             with nogil:
                 memset(numbers, 0xFF, num_distinct * sizeof(uint32_t))
                 count = renumber(
-                    old, edges, num_samples, most,
+                    old, edges, num_samples, most, last,
                     new_inverse, new_edges, numbers, numbers + num_distinct
                 )
             distinct = new_u64(count)
@@ -360,7 +377,9 @@ cdef class FeatureBatch:
         single = one_each(new_edges, num_samples)
         fill(batch, self.name, distinct, inverse, None if single else offsets)
         if self.weights is not None:
-            batch.weights = kept_weights(self.weights, edges, new_edges, num_samples)
+            batch.weights = kept_weights(
+                self.weights, edges, new_edges, num_samples, last
+            )
         return batch
 
     def __reduce__(self):
@@ -415,18 +434,20 @@ cdef FeatureBatch without_ids(FeatureBatch batch):
 
 
 cdef ndarray kept_weights(
-    ndarray weights, const uint32_t *edges, const uint32_t *kept_edges, size_t num_samples
+    ndarray weights, const uint32_t *edges, const uint32_t *kept_edges, size_t num_samples,
+    bint last
 ):
-    """Return the first weights of each sample, as many as ``kept_edges`` says."""
+    """Return the first or last weights of each sample, as many as ``kept_edges`` says."""
     cdef ndarray kept = np.empty(kept_edges[num_samples], np.float32)
     cdef const float *source = <const float *>PyArray_DATA(weights)
     cdef float *target = <float *>PyArray_DATA(kept)
-    cdef size_t sample
+    cdef size_t sample, count
     for sample in range(num_samples):
+        count = kept_edges[sample + 1] - kept_edges[sample]
         memcpy(
             target + kept_edges[sample],
-            source + edges[sample],
-            (kept_edges[sample + 1] - kept_edges[sample]) * sizeof(float),
+            source + (edges[sample + 1] - count if last else edges[sample]),
+            count * sizeof(float),
         )
     return frozen(kept)
 
@@ -471,9 +492,11 @@ cdef ndarray joined_weights(FeatureBatch batch, object weights):
     cdef Py_ssize_t sample, num_ids
     for sample, item in enumerate(weights):
         if not is_vector(item, c"f", 4):
+            is_wide = type(item) is np.ndarray and item.ndim == 1
+            hint = "; .astype(np.float32) makes one of it" if is_wide else ""
             raise DataTypeError(
                 f"{what}, sample {sample}: expected a 1-D numpy array of float32, "
-                f"got {describe(item)}"
+                f"got {describe(item)}{hint}"
             )
         num_ids = 1 if edges == NULL else <Py_ssize_t>edges[sample + 1] - edges[sample]
         if PyArray_DIM(<ndarray>item, 0) != num_ids:
@@ -589,6 +612,58 @@ cdef FeatureBatch build(str feature, const uint64_t *ids, size_t n, object offse
     batch.pending = pending
     set_sizes(batch, feature, n, offsets)
     return batch
+
+
+cdef size_t pick(
+    const uint64_t *ids, size_t num_ids, const int64_t *rows, size_t n,
+    size_t batch_size, uint64_t **batches
+) noexcept nogil:
+    """Copy the ids of ``n`` rows to their batches; return n, or the place of the first row
+    that does not exist."""
+    cdef size_t place, end, row
+    cdef size_t first = 0
+    cdef uint64_t *batch
+    while first < n:
+        batch = batches[first // batch_size]
+        end = min(first + batch_size, n)
+        for place in range(first, end):
+            row = <size_t>rows[place]       # a negative one lies beyond the end
+            if row >= num_ids:
+                return place
+            batch[place - first] = ids[row]
+        first = end
+    return n
+
+
+cdef list build_batches(str feature, ndarray ids, ndarray rows, size_t batch_size):
+    """Copy the ids of the rows of all batches, in one go without the GIL."""
+    cdef size_t n = PyArray_SIZE(rows)
+    cdef size_t num_batches = (n + batch_size - 1) // batch_size
+    cdef size_t number, place
+    cdef FeatureBatch batch
+    cdef list batches = []
+    cdef uint64_t **pending = <uint64_t **>malloc((num_batches + 1) * sizeof(uint64_t *))
+    if pending == NULL:
+        raise MemoryError(f"feature {feature!r}: no memory for {num_batches} batches")
+    try:
+        for number in range(num_batches):
+            batch = FeatureBatch.__new__(FeatureBatch)
+            set_sizes(batch, feature, min(batch_size, n - number * batch_size), None)
+            batch.pending = new_u64(batch.num_ids)
+            pending[number] = <uint64_t *>PyArray_DATA(<ndarray>batch.pending)
+            batches.append(batch)
+        with nogil:
+            place = pick(
+                <const uint64_t *>PyArray_DATA(ids), PyArray_SIZE(ids),
+                <const int64_t *>PyArray_DATA(rows), n, batch_size, pending)
+    finally:
+        free(pending)
+    if place < n:
+        raise DataError(
+            f"feature {feature!r}: expected rows of {ids.size} ids, got {rows[place]} at "
+            f"position {place}"
+        )
+    return batches
 
 
 cdef void fill(

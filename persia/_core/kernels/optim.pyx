@@ -71,7 +71,7 @@ OPTIONS = {
     "sgd": {"lr": None, "momentum": 0.0, "weight_decay": 0.0},
     "adagrad": {
         "lr": 1e-2,
-        "initial_accumulator_value": 1e-2,
+        "initial_accumulator_value": 0.0,
         "weight_decay": 0.0,
         "g_square_momentum": 1.0,
         "eps": 1e-10,
@@ -162,6 +162,13 @@ def complete(name, options):
             raise ConfigError(
                 "adagrad: eps must be above 0 where g_square_momentum is below 1, because the "
                 f"sum may then fade to 0; got {complete_options['eps']!r}"
+            )
+    if name == "adagrad" and complete_options["original_order"]:
+        # Its first step would be lr g / sqrt(eps), which is 100,000 times as long.
+        if np.float32(complete_options["initial_accumulator_value"]) == 0:
+            raise ConfigError(
+                "adagrad: original_order steps with the sum before a gradient, so "
+                "initial_accumulator_value must be above 0; the original's is 0.01"
             )
     return complete_options
 

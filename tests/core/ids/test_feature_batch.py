@@ -70,14 +70,41 @@ def test_from_single(data: st.DataObject, ids: list[int]) -> None:
     check(batch, [[one] for one in ids])
 
 
-@given(own.samples(), st.integers(0, 9))
-@example([[1, 2], [3, 2]], 1)  # the first position of 2 is cut, a later one stays
-@example([[1], [2]], 0)
-@example([[1, 2], [3, 4]], 2**70)
-def test_truncated(samples: list[list[int]], limit: int) -> None:
+@given(st.data(), own.id_lists(), st.integers(1, 7))
+def test_from_rows(data: st.DataObject, ids: list[int], size: int) -> None:
+    row = st.integers(0, max(len(ids) - 1, 0))
+    rows = data.draw(st.lists(row, max_size=20 if ids else 0))
+    # As bits: layouts are those of u64.
+    array = data.draw(own.layouts(rows)).view(np.int64)
+    batches = FeatureBatch.from_rows("clicks", data.draw(own.layouts(ids)), array, size)
+    want = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
+    assert len(batches) == len(want)
+    for batch, own_rows in zip(batches, want, strict=True):
+        check(batch, [[ids[row]] for row in own_rows])
+
+
+@pytest.mark.parametrize("row", [-1, 3, -(2**63)])
+def test_from_rows_that_do_not_exist(row: int) -> None:
+    ids, rows = np.arange(3, dtype=np.uint64), np.array([0, 2, 1, row])
+    expected = f"feature 'clicks': expected rows of 3 ids, got {row} at position 3"
+    for size in (1, 2, 9):
+        with pytest.raises(DataError, match=expected):
+            FeatureBatch.from_rows("clicks", ids, rows, size)
+    with pytest.raises(DataTypeError, match=r"'clicks', rows: expected .* int64, got int32"):
+        FeatureBatch.from_rows("clicks", ids, rows.astype(np.int32), 2)
+    with pytest.raises(DataError, match="batch_size: expected at least 1 sample, got 0"):
+        FeatureBatch.from_rows("clicks", ids, rows, 0)
+
+
+@given(own.samples(), st.integers(0, 9), st.booleans())
+@example([[1, 2], [3, 2]], 1, False)  # the first position of 2 is cut, a later one stays
+@example([[2, 1], [2, 3, 4]], 2, True)  # as here, from the other side
+@example([[1], [2]], 0, True)
+@example([[1, 2], [3, 4]], 2**70, False)
+def test_truncated(samples: list[list[int]], limit: int, last: bool) -> None:
     batch = build(samples)
-    cut = batch.truncated(limit)
-    check(cut, model.FeatureBatch(samples).truncated(limit).samples)
+    cut = batch.truncated(limit, last)
+    check(cut, model.FeatureBatch(samples).truncated(limit, last).samples)
     check(batch, samples)
     assert (cut is batch) == all(len(sample) <= limit for sample in samples)
 
@@ -107,16 +134,16 @@ def check_weighted(batch: FeatureBatch, want: model.FeatureBatch) -> None:
     assert batch.weights.tolist() == [one for some in want.weights for one in some]
 
 
-@given(own.samples(), st.integers(0, 9))
-@example([], 0)
-@example([[1], [2]], 0)
-@example([[1, 2], [3, 2]], 1)
-def test_weights_stay_with_their_ids(samples: list[list[int]], limit: int) -> None:
+@given(own.samples(), st.integers(0, 9), st.booleans())
+@example([], 0, False)
+@example([[1], [2]], 0, True)
+@example([[1, 2], [3, 2]], 1, True)
+def test_weights_stay_with_their_ids(samples: list[list[int]], limit: int, last: bool) -> None:
     weights = weights_of(samples)
     want = model.FeatureBatch(samples, [some.tolist() for some in weights])
     batch = FeatureBatch.from_list("clicks", [own.id_array(one) for one in samples], weights)
     check_weighted(batch, want)
-    check_weighted(batch.truncated(limit), want.truncated(limit))
+    check_weighted(batch.truncated(limit, last), want.truncated(limit, last))
     flat = np.concatenate([*weights, np.empty(0, np.float32)])
     values = own.id_array([one for sample in samples for one in sample])
     edges = own.offsets_of(samples)

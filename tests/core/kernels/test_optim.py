@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 
+# The order of the original, which cannot begin with a sum of 0, and its beginning.
+ORIGINAL = {"original_order": True, "initial_accumulator_value": 1e-2}
 # Every kernel, its options away from the defaults where they have an effect.
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", {"lr": 0.1}),
     "sgd_momentum": ("sgd", {"lr": 0.1, "momentum": 0.9}),
     "adagrad": ("adagrad", {"lr": 0.1, "g_square_momentum": 0.95}),
-    "adagrad_original": ("adagrad", {"lr": 0.1, "original_order": True}),
+    "adagrad_original": ("adagrad", {"lr": 0.1, **ORIGINAL}),
     "adagrad_shared": ("adagrad", {"lr": 0.1, "vectorwise_shared": True}),
     "adagrad_shared_original": (
         "adagrad",
-        {"lr": 0.1, "vectorwise_shared": True, "original_order": True},
+        {"lr": 0.1, "vectorwise_shared": True, **ORIGINAL},
     ),
     "adam": ("adam", {"lr": 0.1}),
     "rowwise_adam": ("rowwise_adam", {"lr": 0.1}),
@@ -265,7 +267,7 @@ def floats(text: str) -> Floats:
     ("shared", "want"), [(False, ORIGINAL_ELEMENTWISE), (True, ORIGINAL_SHARED)]
 )
 def test_original_order_meets_the_original_vectors(shared: bool, want: str, level: str) -> None:
-    optimizer = RowOptimizer("adagrad", vectorwise_shared=shared, original_order=True)
+    optimizer = RowOptimizer("adagrad", vectorwise_shared=shared, **ORIGINAL)
     rows = run(optimizer, floats(ORIGINAL_VALUES), [floats(g) for g in ORIGINAL_GRADIENTS])
     # Its first 8 elements come from a 12-bit reciprocal root, which is off by up to 1.7e-6.
     np.testing.assert_allclose(rows, floats(want), rtol=0, atol=2e-6)
@@ -296,8 +298,10 @@ UNSEEN = {("lion", "beta1"), ("lion", "beta2"), ("ftrl", "l1")}
 def test_w14_every_option_has_an_effect(name: str, option: str) -> None:
     rng = np.random.default_rng(3)
     values, steps = batch(rng, 4, 9), [batch(rng, 4, 9) for _ in range(3)]
-    plain = run(RowOptimizer(name, lr=0.1), values, steps)[:, :9]
-    changed = RowOptimizer(name, lr=0.1, **{option: OTHER_VALUES[option]})
+    # Without it there is no original order.
+    begin = {"initial_accumulator_value": 0.5} if name == "adagrad" else {}
+    plain = run(RowOptimizer(name, lr=0.1, **begin), values, steps)[:, :9]
+    changed = RowOptimizer(name, lr=0.1, **(begin | {option: OTHER_VALUES[option]}))
     other = run(changed, values, steps)[:, :9]
     assert (plain != other).all()
 
@@ -348,7 +352,8 @@ def test_adam_corrections_have_no_seam_at_the_end_of_the_table(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_w16_new_state_is_initialised(shared: bool) -> None:
-    optimizer = RowOptimizer("adagrad", vectorwise_shared=shared)
+    begin = {"initial_accumulator_value": 1e-2}
+    optimizer = RowOptimizer("adagrad", vectorwise_shared=shared, **begin)
     state = optimizer.new_state(8).view(np.float32)
     assert state.tolist() == [np.float32(1e-2)] * (1 if shared else 8)
     # From an accumulator of 0 this step would be the whole learning rate.
@@ -391,6 +396,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("sgd", {"lr": 0.1, "weight_bound": float("nan")}, "sgd: weight_bound must be finite"),
     ("adagrad", {"vectorwise_shared": 1}, "adagrad: vectorwise_shared must be True or False"),
     ("adagrad", {"eps": 0, "initial_accumulator_value": 0}, "must not both be 0"),
+    ("adagrad", {"original_order": True}, "must be above 0; the original's is 0.01"),
     (
         "adagrad",
         {"eps": 0, "initial_accumulator_value": 1.0, "g_square_momentum": 0.9},
@@ -410,9 +416,13 @@ def test_bad_settings_name_the_option(name: str, options: dict[str, Any], messag
         RowOptimizer(name, **options)
 
 
-def test_defaults_are_the_originals() -> None:
+def test_defaults_are_torchs() -> None:
     assert {name for name, _ in KERNELS.values()} == set(OPTIONS)  # all are tested here
-    assert RowOptimizer("adagrad").options == OPTIONS["adagrad"]
+    adagrad = RowOptimizer("adagrad").options
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    torchs = torch.optim.Adagrad([parameter]).defaults
+    both = torchs.keys() & adagrad.keys()
+    assert {key: adagrad[key] for key in both} == {key: torchs[key] for key in both}
     assert RowOptimizer("sgd", lr=1).options == {"lr": 1, "momentum": 0, "weight_decay": 0}
     rates = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     assert RowOptimizer("adam").options == rates
