@@ -311,6 +311,15 @@ class FeatureStats:
     registers: NDArray[np.uint8]  # [4096], a sketch of its distinct ids
 
 
+@dataclass(frozen=True, slots=True)
+class FeatureOrder:
+    """Names of what a model receives, in the order that its training began with."""
+
+    ids: tuple[str, ...]
+    dense: tuple[str, ...]  # empty where they have no names, as are the labels
+    labels: tuple[str, ...]
+
+
 class EmbeddingWorker(Protocol):
     """The methods of an embedding-worker."""
 
@@ -321,6 +330,10 @@ class EmbeddingWorker(Protocol):
     def release(self, ref: int) -> None: ...
     def configure(self, settings: HyperParameters) -> None: ...
     def register_optimizer(self, settings: OptimizerSettings) -> None: ...
+    def feature_order(self) -> FeatureOrder | None: ...
+    def fix_feature_order(
+        self, order: FeatureOrder, replaces: FeatureOrder | None
+    ) -> FeatureOrder: ...
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]: ...
     def ready_for_serving(self) -> bool: ...
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
@@ -366,6 +379,7 @@ class StreamedBatch:
     non_id_type_features: tuple[NamedArray, ...]
     labels: tuple[NamedArray, ...]
     meta: NDArray[np.uint8] | None
+    epoch: int = 0  # of its data-loader; one pass takes one
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +390,7 @@ class StreamOpening:
     num_loaders: int
     incarnation: int  # drawn by each DataCtx
     first_batch_id: int  # the oldest that it holds unacknowledged, or the next it will send
+    epoch: int = 0  # of that batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +423,9 @@ class NNWorker(Protocol):
     def open_stream(self, opening: StreamOpening) -> StreamState: ...
     def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None: ...
     def relocate(self, stream: tuple[int, int], batch_id: int, ids: RemoteRef) -> None: ...
-    def end_stream(self, stream: tuple[int, int], next_batch_id: int, failure: str) -> None: ...
+    def end_stream(
+        self, stream: tuple[int, int], next_batch_id: int, failure: str, epoch: int
+    ) -> None: ...  # the last batch that it sent, to any rank, is of this epoch
     def poll(self, stream: tuple[int, int], seen: int) -> StreamNews: ...
 
 

@@ -96,8 +96,8 @@ CONFIGURE = "configure"
 # Methods that configure, save, load or end, as opposed to those for batches and rows. A method
 # that is missing here can be called with a data-loader's key.
 _CONTROL = frozenset(
-    f"{CONFIGURE} register_optimizer set_embedding clear_embeddings begin_cut write_cut "
-    "cut_status end_cut load finish_job".split()
+    f"{CONFIGURE} register_optimizer fix_feature_order set_embedding clear_embeddings "
+    "begin_cut write_cut cut_status end_cut load finish_job".split()
 )
 
 
@@ -173,9 +173,11 @@ def embedding_worker() -> Role:
     return role_of(
         "embedding-worker",
         messages.EmbeddingWorker,
-        # A batch keeps its ref as long as it is in flight; updates as above.
+        # A batch keeps its ref as long as it is in flight; updates as above. The order that is
+        # fixed stays, or is replaced by the same once more.
         always=_SHARED
-        + "register lookup update release tables_at_rate server_stats feature_stats",
+        + "register lookup update release tables_at_rate server_stats feature_stats "
+        + "feature_order fix_feature_order",
         never=_SHARED_NEVER,
         # With gradients to follow, each call makes a ref that must be retired.
         depends={"lookup_direct": lambda arguments: not arguments[0].requires_grad},

@@ -24,6 +24,7 @@ from persia._rpc.deadlines import Retry
 from persia._rpc.messages import (
     BatchGradients,
     EmbeddingWorker,
+    FeatureOrder,
     FeatureStats,
     HyperParameters,
     IDFeatures,
@@ -120,9 +121,10 @@ class EmbeddingWorkers(WorkerPool):
         connect: Callable[[Callable[[int], None]], Sequence[RemoteEmbeddingWorker]],
     ) -> None:
         super().__init__()
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next four
         self._settings: HyperParameters | None = None
         self._optimizer: OptimizerSettings | None = None
+        self._order: FeatureOrder | None = None
         self._counts: Counter[str] = Counter()
         self._closed = threading.Event()
         self._transport = transport
@@ -143,13 +145,15 @@ class EmbeddingWorkers(WorkerPool):
     def _configure_again(self, replica: int) -> None:
         """Configure a restarted worker, which in turn configures servers that restart."""
         with self._lock:
-            settings, optimizer = self._settings, self._optimizer
+            settings, optimizer, order = self._settings, self._optimizer, self._order
             self._counts["worker_restarts"] += 1
         # In this order, as servers refuse an optimizer before they are configured.
         if settings is not None:
             self._workers[replica].configure(settings)
         if optimizer is not None:
             self._workers[replica].register_optimizer(optimizer)
+        if order is not None:
+            self._workers[replica].fix_feature_order(order, None)
 
     def _owner(self, handle: int) -> tuple[int, int]:
         """Return the replica and the ref of a handle."""
@@ -310,6 +314,38 @@ class EmbeddingWorkers(WorkerPool):
             self._optimizer = settings
         for worker in self._workers:
             worker.register_optimizer(settings)
+
+    def feature_order(self) -> FeatureOrder | None:
+        """Return the order of features; a worker that restarts is given it."""
+        order: FeatureOrder | None = self._call_any(0, "feature_order")[1]
+        if order is not None:
+            with self._lock:
+                self._order = order
+        return order
+
+    def fix_feature_order(
+        self, order: FeatureOrder, replaces: FeatureOrder | None
+    ) -> FeatureOrder:
+        """Keep an order at every worker; return the one that is there."""
+        # One decides, as several ranks may each come with the order of its first batch.
+        fixed: FeatureOrder
+        first, fixed = self._call_any(0, "fix_feature_order", order, replaces)
+        for replica in range(len(self._workers)):
+            if replica == first:
+                continue
+            arguments = "fix_feature_order", fixed, replaces
+            try:
+                found = self._call(replica, self._try_s(replica), *arguments)
+            except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
+                # It is given the order when it was restarted.
+                logger.warning("an embedding-worker does not know the order: %s", error)
+                continue
+            if found != fixed:
+                # Of a rank that the first one did not answer, and that trains by it already.
+                return self.fix_feature_order(found, fixed)
+        with self._lock:
+            self._order = fixed
+        return fixed
 
     def ready_for_serving(self) -> bool:
         """Return whether every worker finds every server ready."""

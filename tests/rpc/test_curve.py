@@ -120,8 +120,8 @@ def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key()
         ),
         (
             embedding_worker(),
-            "feature_stats get_embedding_size lookup lookup_direct ready_for_serving register "
-            "release server_stats stats tables_at_rate update",
+            "feature_order feature_stats get_embedding_size lookup lookup_direct "
+            "ready_for_serving register release server_stats stats tables_at_rate update",
         ),
         (nn_worker(), "deliver end_stream open_stream poll relocate"),
     ):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from persia._rpc import worker_pool as workers_module
-from persia._rpc.messages import LookupResult, PooledOutput
+from persia._rpc.messages import FeatureOrder, LookupResult, PooledOutput
 from persia._rpc.methods import embedding_worker
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import EmbeddingWorkers
@@ -26,6 +26,7 @@ from tests.support.services import features, gradient, make_servers, make_worker
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
 TRY_S = 0.5
+IN_ORDER: Any = SimpleNamespace(note=lambda *_: None)  # lookups that arrange no outputs
 
 
 class Job:
@@ -107,7 +108,7 @@ def test_w69_what_a_dead_worker_knew_of_a_dataset_the_trainer_registers_again(jo
         assert isinstance(output, PooledOutput)
         return [float(value) for value in output.values.ravel()]
 
-    lookups = Lookups(job.workers, InFlightTracker(job.workers), True, lambda: None)
+    lookups = Lookups(job.workers, InFlightTracker(job.workers), True, lambda: None, IN_ORDER)
     ticket = InFlightBatch(batch_id=0, features=features({"sum": [[1]]}, 0).features)
     looked_up = lookups._ask(ticket, True, time.perf_counter())
     before = vectors()
@@ -192,3 +193,38 @@ def test_a_worker_that_waits_for_its_servers_is_asked_why(
     finally:
         logging.getLogger(workers_module.__name__).removeFilter(stop_server)
         workers.close()
+
+
+def test_all_workers_have_one_order_of_features(job: Job) -> None:
+    first, second = (FeatureOrder(ids, (), ()) for ids in (("a", "b"), ("b", "a")))
+    assert job.workers.feature_order() is None
+    assert job.workers.fix_feature_order(first, None) == first
+    assert job.workers.fix_feature_order(second, None) == first  # another rank's first batch
+    assert [each.feature_order() for each in job.own] == [first, first]
+    assert job.workers.fix_feature_order(second, second) == first  # another has come meanwhile
+    assert job.workers.fix_feature_order(second, first) == second
+    job.servers[0].stop(0.0)
+    assert job.workers.feature_order() == second
+    assert job.workers.fix_feature_order(first, second) == first
+    assert [each.feature_order() for each in job.own] == [second, first]
+    job.own[1]._order = None  # it has restarted
+    job.workers._configure_again(1)
+    assert job.own[1].feature_order() == first
+
+
+def test_a_rank_follows_the_order_that_others_train_by(job: Job) -> None:
+    """Also where the worker that decides was away when that order was fixed."""
+    first, second, third = (FeatureOrder((name,), (), ()) for name in "abc")
+    for knows in job.own:
+        for each in job.own:
+            each._order = None
+        knows.fix_feature_order(first, None)
+        assert job.workers.fix_feature_order(second, None) == first
+        assert [each.feature_order() for each in job.own] == [first, first]
+    job.own[1].fix_feature_order(third, first)
+    # A process that only asks gives it to one that restarts, too.
+    job.workers._order = None
+    assert job.workers.feature_order() == first
+    job.own[1]._order = None
+    job.workers._configure_again(1)
+    assert job.own[1].feature_order() == first
