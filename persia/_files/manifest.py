@@ -17,6 +17,7 @@ import xxhash
 
 from persia._files.json_models import Record, parse, read_json
 from persia._files.schema import DTYPE, NAME, SavedSchema
+from persia._rpc.messages import FeatureOrder
 from persia.config.document import Expect, InvalidValue, Listed, Named, integer, show
 from persia.errors import CheckpointError
 from persia.version import __version__
@@ -242,3 +243,23 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128(_canonical(content)).hexdigest()
+
+
+def feature_order(manifest: Manifest, url: str) -> FeatureOrder | None:
+    """Return the order in which the model of a checkpoint receives features, if it is known."""
+    saved = manifest.extras.get("features")
+    if saved is None:
+        return None
+    try:
+        return FeatureOrder(*(_texts(saved[key]) for key in ("ids", "dense", "labels")))
+    except (LookupError, TypeError) as exc:
+        raise CheckpointError(
+            f"{url}: {manifest.id}: extras.features: expected lists of names by ids, dense and "
+            f"labels, got {saved!r:.200}"
+        ) from exc
+
+
+def _texts(saved: Any) -> tuple[str, ...]:
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise TypeError
+    return tuple(saved)

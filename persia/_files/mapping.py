@@ -69,9 +69,12 @@ class Mapping:
                 match.add(number, group)
         if only is None:
             match.add_removed()
+        match.add_restarted()
         if match.problems:
             raise ConfigError(
-                "the checkpoint does not fit the embedding config: " + "; ".join(match.problems)
+                "the checkpoint does not fit the embedding config: "
+                f"{'; '.join(match.problems)}; give the config that it was saved with, or load "
+                "what fits by features=[...]"
             )
         return Mapping(saved, wanted, tuple(match.groups), tuple(dict.fromkeys(match.notes)))
 
@@ -169,6 +172,7 @@ class _Match:
         self.groups = [_DROPPED] * len(saved.groups)
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self._restarted: dict[str, list[str]] = {}  # groups, by what became of their optimizer
 
     def check_names(self, only: Collection[str] | None) -> None:
         """Check the width of prefixes, and that both have the features that are asked for."""
@@ -211,6 +215,14 @@ class _Match:
                 "dropped"
             )
 
+    def add_restarted(self) -> None:
+        """Note the groups whose optimizer is another one, those with one change together."""
+        for change, groups in self._restarted.items():
+            self.notes.append(
+                f"feature groups {first_names(groups)} were {change}: the state of their rows "
+                "starts from its initial values"
+            )
+
     def _differ(self, what: str, before: object, after: object) -> None:
         self.problems.append(f"{what} is {before} in the checkpoint and {after} here")
 
@@ -236,17 +248,23 @@ class _Match:
             if x != y:
                 self._differ(f"{what} of {name}", x, y)
         if _restarts(before, after):
-            self.notes.append(
-                f"{name} was trained by {before.optimizer} with {before.state_words} words of "
-                f"state and is by {after.optimizer} with {after.state_words}: the state of its "
-                "rows starts from its initial values"
-            )
+            change = f"trained by {before.optimizer} and are by {after.optimizer}"
+            if before.optimizer == after.optimizer:
+                # Another form of it, as with one sum for a row.
+                change += f", with {before.state_words} words of state and {after.state_words}"
+            self._restarted.setdefault(change, []).append(new.name)
         policies = self._saved.policies[before.policy], self._wanted.policies[after.policy]
         if policies[0] != policies[1]:
             self.notes.append(
                 f"eviction of {name} is {policies[0]} in the checkpoint and {policies[1]} "
                 "here: what cannot be carried over, uses or ages, starts from 0"
             )
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(map(repr, names[:4]))}{more}"
 
 
 def _features(schema: SavedSchema, group: str) -> list[str]:

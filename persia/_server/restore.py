@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from persia._core.store.blocks import RowBlock
 from persia._files.catalog import Chain, chains
 from persia._files.manifest import Manifest, Part, sketch_name
-from persia._files.mapping import Mapping
+from persia._files.mapping import Mapping, first_names
 from persia._files.parts import (
     DuplicateFilter,
     check_part,
@@ -409,7 +409,11 @@ class CheckpointRestore:
         found = chains(self._request.url, self._request.checkpoint or None)
         self._chains = [self._read(one) for one in found]
         latest = found[0].manifests[-1]
-        self.notes = [*self._chains[0].mapping.notes, *self._differing_settings(latest)]
+        self.notes = [
+            *self._chains[0].mapping.notes,
+            *self._differing_settings(latest),
+            *self._differing_slots(latest),
+        ]
         self._num_bytes = sum(
             part.num_bytes for c in self._chains for m in c.manifests for part in m.parts
         )
@@ -499,6 +503,27 @@ class CheckpointRestore:
             "and steps"
             for name in ("seed", "initialization", "admit_probability", "weight_bound")
             if name in there and there[name] != here[name]
+        ]
+
+    def _differing_slots(self, manifest: Manifest) -> list[str]:
+        """Return notes on what the model receives of the same rows."""
+        there = _saved_settings(manifest).get("slots")
+        if not isinstance(there, dict):  # as of earlier versions
+            return []
+        changed: dict[str, list[str]] = {}
+        for name, slot in self._settings.slots_to_json().items():
+            before = there.get(name)
+            is_loaded = self._request.features is None or name in self._request.features
+            if not is_loaded or not isinstance(before, dict):
+                continue
+            for what in slot.keys() & before.keys():
+                if before[what] != slot[what]:
+                    text = f"{what} is {before[what]} in the checkpoint and {slot[what]} here"
+                    changed.setdefault(text, []).append(name)
+        return [
+            f"{text}, for features {first_names(names)}: the model receives other values of "
+            "the same rows"
+            for text, names in sorted(changed.items())
         ]
 
     def _find_sketch(self, storage: Storage, manifest: Manifest) -> None:

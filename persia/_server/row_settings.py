@@ -163,11 +163,21 @@ class RowSettings:
         return SavedSchema.of(self.schema, optimizers, self.eviction_kinds, policies)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the trainer set, for the extras of a manifest."""
+        """Return what trainer and config set, for the extras of a manifest."""
         return {
             "hyper_parameters": dataclasses.asdict(self.hyper),
             "optimizer": dataclasses.asdict(self.registered),
+            "slots": self.slots_to_json(),
         }
+
+    def slots_to_json(self) -> dict[str, dict[str, str | int]]:
+        """Return what the model receives of rows, by feature: notes of a load compare it."""
+        found: dict[str, dict[str, str | int]] = {}
+        for slot in self.schema.slots.values():
+            one = found[slot.name] = {"pooling": slot.pooling}
+            if slot.pooling == "raw":
+                one |= {"sample_fixed_size": slot.sample_fixed_size, "padding": slot.padding}
+        return found
 
     def about(self) -> str:
         """Return schema and settings as JSON, for the writer of a manifest."""
@@ -277,7 +287,7 @@ class ServerSettings:
         self.hyper: HyperParameters | None = None
         self.registered: OptimizerSettings | None = None
         self.state: ServerState | None = None  # once both have come
-        self.warned_of_memory = False
+        self.warned_of_memory = self.warned_of_capacity = False
 
     def configure(self, hyper: HyperParameters) -> None:
         """Take the settings of rows; the same settings again change nothing."""
@@ -375,10 +385,12 @@ class ServerSettings:
         state.store.set_clocks(*clock.now())
         return state
 
-    def check_memory(self, store: EmbeddingStore) -> None:
-        """Say once in the log that rows are evicted at the memory limit."""
+    def check_limits(self, store: EmbeddingStore) -> None:
+        """Say once in the log that rows are evicted: by capacity, or at the memory limit."""
         stats = store.stats()
         if not stats["memory_limited"]:
+            if stats["evicted"] and not self.warned_of_capacity:
+                self._warn_of_capacity(stats)
             return
         self.warned_of_memory = True
         _logger.warning(
@@ -390,9 +402,22 @@ class ServerSettings:
             self._config.memory_limit_bytes() / 1e9,
         )
 
+    def _warn_of_capacity(self, stats: Mapping[str, int]) -> None:
+        self.warned_of_capacity = True
+        _logger.warning(
+            "%s: %d rows reach capacity, %d: rows are evicted, %d so far, and an id that "
+            "comes again begins untrained; unless that is wanted, write a larger "
+            "embedding_parameter_server_config: capacity: in the global config (logged once)",
+            self._name,
+            stats["rows"],
+            self._config.capacity,
+            stats["evicted"],
+        )
+
     def not_configured(self, what: str) -> NotConfigured:
         """Return the error of a request that needs ``state``."""
         expected = "configure" if self.hyper is None else "register_optimizer"
         return NotConfigured(
-            f"{what} came to {self._name} before {expected}, which says what a new row is"
+            f"{what} came to {self._name} before {expected}, which says what a new row is: "
+            "enter the TrainCtx first, `with TrainCtx(...) as ctx:`"
         )

@@ -71,9 +71,9 @@ Element = TypeVar("Element", bound=np.generic)
 
 _logger = get_logger("persia.parameter_server")
 
-# Training lookups between two looks at whether the memory limit evicts: the look takes each
-# shard's lock once.
-_MEMORY_CHECK_INTERVAL = 64
+# Training lookups between two looks at whether capacity or the memory limit evicts: the look
+# takes each shard's lock once.
+_LIMITS_CHECK_INTERVAL = 64
 
 _COUNTS = (
     *("lookups", "looked_up_ids", "misses", "missing"),
@@ -288,8 +288,8 @@ class ParameterServer:
         if not self._recovery.is_void:
             self._recovery.check_room(store)
         num_lookups = self._counts["lookups"]
-        if num_lookups % _MEMORY_CHECK_INTERVAL == 0 and not self._settings.warned_of_memory:
-            self._settings.check_memory(store)
+        if num_lookups % _LIMITS_CHECK_INTERVAL == 0 and not self._settings.warned_of_memory:
+            self._settings.check_limits(store)
         return replies, num_misses
 
     def _lookup_eval(self, request: LookupRequest) -> tuple[list[TableRows], int]:

@@ -15,8 +15,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from persia._files.manifest import Manifest
+from persia._files.manifest import Manifest, feature_order
 from persia._files.storage import LocalStorage
+from persia._rpc.messages import FeatureOrder
 from persia.errors import CheckpointError
 from tests.files.support import written
 
@@ -162,6 +163,24 @@ def test_w71_any_value_anywhere_is_an_error_or_a_manifest(content: bytes, data: 
     sealed = resealed(parsed)
     with contextlib.suppress(CheckpointError):
         assert isinstance(Manifest.decode(sealed, "m.json"), Manifest)
+
+
+def test_the_order_of_features_is_lists_of_names_or_absent(tmp_path: Path) -> None:
+    manifest = written(LocalStorage(tmp_path))
+    assert feature_order(manifest, "here") is None
+    lists: dict[str, Any] = {"ids": ["b", "a"], "dense": ["age"], "labels": []}
+
+    def read(**change: Any) -> FeatureOrder | None:
+        changed = dataclasses.replace(manifest, extras={"features": {**lists, **change}})
+        return feature_order(Manifest.decode(changed.encode(), "m.json"), "here")
+
+    assert read() == FeatureOrder(("b", "a"), ("age",), ())
+    for change in ({"ids": "ba"}, {"dense": [1]}, {"labels": None}):
+        with pytest.raises(CheckpointError, match=rf"^here: {manifest.id}: extras\.features: "):
+            read(**change)
+    del lists["dense"]
+    with pytest.raises(CheckpointError, match=r"extras\.features: .* ids, dense and labels"):
+        read()
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:

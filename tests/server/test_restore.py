@@ -361,6 +361,31 @@ def test_any_extras_in_a_manifest(
         restore.settings_of(LoadRequest(1, "verify", str(tmp_path), "", None))
 
 
+def test_another_use_of_the_same_rows_is_noted(tmp_path: Path) -> None:
+    def slots(raw: dict[str, Any], **pooling: str) -> EmbeddingSchema:
+        config = {name: {"dim": 4, "pooling": each} for name, each in pooling.items()}
+        config["raw"] = {"dim": 4, "pooling": "raw", **raw}
+        return EmbeddingSchema.load({"slots_config": config})
+
+    before = slots({"sample_fixed_size": 10}, user="sum", item="sum", new="raw", same="mean")
+    worker = make_worker(make_servers(1, before), before)
+    worker.lookup_direct(features({"user": [[1]]}))
+    dump(worker, tmp_path)
+    after = slots({"padding": "front"}, user="mean", item="mean", new="jagged", same="mean")
+    end = "here, for features {}: the model receives other values of the same rows"
+    notes = [
+        "padding is back in the checkpoint and front " + end.format("'raw'"),
+        "pooling is raw in the checkpoint and jagged " + end.format("'new'"),
+        "pooling is sum in the checkpoint and mean " + end.format("'user', 'item'"),
+    ]
+    assert load(make_worker(make_servers(1, after), after), tmp_path) == notes
+    some = load(make_worker(make_servers(1, after), after), tmp_path, "item")
+    assert [note for note in some if "other values" in note] == [
+        "pooling is sum in the checkpoint and mean " + end.format("'item'")
+    ]
+    assert not load(make_worker(make_servers(1, before), before), tmp_path)
+
+
 def test_a_store_that_was_replaced_takes_no_rows(dumped: Trained, tmp_path: Path) -> None:
     worker, _ = dumped
     (server,) = make_servers(1, optimizer=ADAGRAD)

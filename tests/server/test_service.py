@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -322,6 +323,22 @@ def test_memory_limit_is_reported_once(caplog: pytest.LogCaptureFixture) -> None
     assert stats["evicted"] > 0
     messages = [r for r in caplog.records if "memory limit" in r.getMessage()]
     assert len(messages) == 1
+
+
+def test_capacity_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    (server,) = make_servers(capacity=300, num_hashmap_internal_shards=1)
+    for _ in range(70):
+        look(server, *range(300))
+    assert not caplog.messages  # nothing was evicted
+    for number in range(1, 200):
+        look(server, *range(number * 200, number * 200 + 200))
+    assert server.stats()["evicted"] > 0
+    (line,) = caplog.messages
+    assert re.search(
+        r"parameter server 0: 300 rows reach capacity, 300: rows are evicted, \d+ so far, .* "
+        r"write a larger embedding_parameter_server_config: capacity:",
+        line,
+    )
 
 
 # --- refusals: typed, naming the thing, nothing changed --------------------------------------
