@@ -22,6 +22,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -47,7 +48,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateReport,
 )
-from persia.config import EmbeddingSchema, Slot
+from persia.config import USUAL_SIZE, EmbeddingSchema, Slot
 from persia.errors import DataError, DataTypeError, StoreError, did_you_mean
 from persia.logger import get_logger
 
@@ -109,6 +110,7 @@ class BatchPlan:
     names: tuple[str, ...]
     features: tuple[FeaturePlan, ...]
     tables: tuple[TablePlan, ...]
+    uncut: set[str]  # raw features of the usual size with no sample too long yet; of all plans
 
 
 class BatchPlanner:
@@ -121,6 +123,13 @@ class BatchPlanner:
         self._schema = schema
         self._plans: dict[tuple[str, ...], BatchPlan] = {}
         self._unseen = set(schema.slots)
+        # A slot that names its size, or which end it keeps, cuts on purpose.
+        self._uncut = {
+            slot.name
+            for slot in schema.slots.values()
+            if slot.pooling == "raw"
+            and (slot.sample_fixed_size, slot.padding) == (USUAL_SIZE, "back")
+        }
         self._numbers = itertools.count(1)  # of batches; a step of it is one for all threads
 
     def plan(self, names: tuple[str, ...]) -> BatchPlan:
@@ -173,7 +182,7 @@ class BatchPlanner:
                 all(group.is_plain for group in group_plans),
             )
             plans.append(plan)
-        return BatchPlan(names, tuple(features), tuple(plans))
+        return BatchPlan(names, tuple(features), tuple(plans), self._uncut)
 
 
 def check_names(names: Iterable[str], known: Collection[str], where: str) -> None:
@@ -321,13 +330,32 @@ def _select_ids(
                 f"{slot.pooling!r}; for a mean, divide the weights"
             )
         if slot.pooling == "raw":
-            ids = ids.truncated(slot.sample_fixed_size)
+            given = ids
+            ids = given.truncated(slot.sample_fixed_size, last=slot.padding == "front")
+            if ids is not given and slot.name in plan.uncut:
+                _warn_of_cut(given, slot, plan.uncut)
         kept.append(ids)
         distinct = ids.distinct
         if slot.hash_stack_rounds:
             distinct = hash_stack(distinct, slot.hash_stack_rounds, slot.hash_stack_size)
         values.append(distinct)
     return kept, values
+
+
+def _warn_of_cut(ids: FeatureBatch, slot: Slot, uncut: set[str]) -> None:
+    # Single ids have no offsets, and are never cut.
+    longest = 1 if ids.offsets is None else int(np.diff(ids.offsets).max())
+    with suppress(KeyError):  # another thread has just said it
+        uncut.remove(slot.name)
+        _logger.warning(
+            "feature %r: a sample has %d ids, of which the first %d are used, as its slot has "
+            "no sample_fixed_size; write sample_fixed_size: %d to use all of them, or "
+            "padding: front to use the last (said once)",
+            slot.name,
+            longest,
+            slot.sample_fixed_size,
+            longest,
+        )
 
 
 def _pack_table(
@@ -487,12 +515,13 @@ class FeatureStatistics:
         self._dims = {slot.name: slot.dim for slot in schema.slots.values()}
         self._index_bits = 64 - schema.prefix_bits
         self._lock = threading.Lock()  # guards all below
+        self._has_warned = False  # of ids that were cut
         # In the order in which they came first.
         self._features: defaultdict[str, _Counts] = defaultdict(_Counts)
 
     def add(self, packed: PackedBatch) -> None:
-        """Count the ids of a batch; warn when those of a feature are masked the first time."""
-        first_masked = []
+        """Count the ids of a batch; warn when some are masked the first time."""
+        masked = packed.num_masked
         with self._lock:
             for feature in packed.features:
                 ids = feature.ids
@@ -507,19 +536,16 @@ class FeatureStatistics:
                         is_empty = offsets[1:] == offsets[:-1]
                         counts.num_empty += int(np.count_nonzero(is_empty))
                     cardinality.add(counts.registers, ids.distinct)
-            for name, num_masked in packed.num_masked.items():
-                counts = self._features[name]
-                if not counts.num_masked:
-                    first_masked.append((name, num_masked))
-                counts.num_masked += num_masked
-        for name, num_masked in first_masked:
+            for name, num_masked in masked.items():
+                self._features[name].num_masked += num_masked
+            is_first, self._has_warned = not self._has_warned, self._has_warned or bool(masked)
+        if masked and is_first:
             _logger.warning(
-                "feature %r: %d ids of a batch need more than %d bits (64 - "
-                "feature_index_prefix_bit) and were cut to them, so that they may share "
-                "rows; later ones are only counted. strict_ids: true makes this an error",
-                name,
-                num_masked,
+                "ids of a batch need more than %d bits (64 - feature_index_prefix_bit) and "
+                "were cut to them, so that they may share rows: %s; later ones, of any "
+                "feature, are only counted. strict_ids: true makes this an error",
                 self._index_bits,
+                ", ".join(f"{count} of {name}" for name, count in masked.items()),
             )
 
     def add_skipped(self, names: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ from persia._rpc.messages import (
     UpdateRequest,
 )
 from persia._worker.packing import FeaturePlan, Maxima, PackedBatch, PackedFeature
+from persia.config import Padding
 
 Mask = NDArray[np.bool_]
 # Summed gradients [U, dim] of a table, in the order of its signs; which signs take a step, None
@@ -107,7 +108,7 @@ def _unpooled(feature: PackedFeature, plan: FeaturePlan, rows: Floats) -> SlotOu
         vectors = np.empty((ids.num_distinct + 1, slot.dim), np.float32)
         vectors[0] = 0.0
         gather(source, feature.slots, feature.rounds, vectors[1:])
-        index = _padded_index(ids, slot.sample_fixed_size)
+        index = _padded_index(ids, slot.sample_fixed_size, slot.padding)
         return RawOutput(slot.name, vectors, index, slot.sample_fixed_size)
     vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
     gather(source, feature.slots, feature.rounds, vectors)
@@ -120,11 +121,16 @@ def _offsets(ids: FeatureBatch) -> Indices:
     return ids.offsets.astype(np.int64)
 
 
-def _padded_index(ids: FeatureBatch, width: int) -> Indices:
+def _padded_index(ids: FeatureBatch, width: int, padding: Padding) -> Indices:
     """1 + the number of the id at each of ``width`` positions a sample, 0 where none is."""
     index = np.zeros(ids.batch_size * width, np.int64)
     offsets = _offsets(ids)
-    first = np.arange(ids.batch_size, dtype=np.int64) * width - offsets[:-1]
+    samples = np.arange(ids.batch_size, dtype=np.int64)
+    # What is added to an id's number in the batch to get its place: a sample's ids begin where
+    # its places do, or end where they end.
+    first = samples * width - offsets[:-1]
+    if padding == "front":
+        first = (samples + 1) * width - offsets[1:]
     places = np.arange(ids.num_ids, dtype=np.int64)
     places += np.repeat(first, np.diff(offsets))
     index[places] = ids.inverse

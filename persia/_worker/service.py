@@ -40,6 +40,7 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FeatureOrder,
     FeatureStats,
     HyperParameters,
     IDFeatures,
@@ -257,8 +258,9 @@ class EmbeddingWorker:
         self._planner = BatchPlanner(schema)
         self.buffer = ForwardBuffer(settings, clock)
         self.statistics = FeatureStatistics(schema)
-        self._lock = threading.Lock()  # guards the counts
+        self._lock = threading.Lock()  # guards the next two
         self._counts: Counter[str] = Counter()
+        self._order: FeatureOrder | None = None
         names = [f"lookup_{step}_time_cost_sec" for step in _STEPS]
         self.timings = Timings(*names, "update_gradient_time_cost_sec")
         self._pack_time, self._rpc_time, self._pool_time, self._lookup_time = (
@@ -446,6 +448,19 @@ class EmbeddingWorker:
     def register_optimizer(self, settings: OptimizerSettings) -> None:
         """Give every server the optimizer, also one that is restarted later."""
         self._servers.configure_all("register_optimizer", settings)
+
+    def feature_order(self) -> FeatureOrder | None:
+        """Return the order in which models receive features; None before it is fixed."""
+        return self._order
+
+    def fix_feature_order(
+        self, order: FeatureOrder, replaces: FeatureOrder | None
+    ) -> FeatureOrder:
+        """Keep an order, unless one other than ``replaces`` is there; return what is there."""
+        with self._lock:
+            if self._order is None or self._order == replaces:
+                self._order = order
+            return self._order
 
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]:
         """Return the tables that a learning rate of a group is for; None is all without one.

@@ -48,6 +48,23 @@ def test_slots_that_no_batch_has_are_warned_of_once(caplog: Log) -> None:
     assert f"such as 'city', came in none of the first {UNSEEN_AFTER} batches" in line
 
 
+def test_ids_that_raw_leaves_out_are_warned_of_once_unless_on_purpose(caplog: Log) -> None:
+    raw = {"dim": 4, "pooling": "raw"}
+    slots = {"seen": raw, "other": raw, "sized": {**raw, "sample_fixed_size": 2}}
+    slots["front"] = {**raw, "padding": "front"}
+    schema = EmbeddingSchema.load({"slots_config": slots})
+    worker = make_worker(make_servers(1, schema), schema)
+    long = list(range(13))
+    worker.lookup_direct(features({"seen": [long[:10]], "sized": [long], "front": [long]}))
+    assert not caplog.messages
+    for _ in range(2):
+        worker.lookup_direct(features({"seen": [[1], long], "other": [[1], []]}))
+        worker.lookup_direct(features({"seen": [[*long, 13]]}, requires_grad=False))
+    (line,) = caplog.messages
+    assert "'seen': a sample has 13 ids, of which the first 10 are used" in line
+    assert "sample_fixed_size: 13 to use all of them, or padding: front" in line
+
+
 def test_w62_each_sign_is_asked_for_once_and_only_where_it_lives() -> None:
     with faulty_cluster(4) as (worker, servers):
         batch = {"sum": [[1, 2, 2]], "max": [[2, 3]], "jagged": [[1, 3]]}
@@ -183,10 +200,11 @@ def test_a_batch_counts_once_however_often_it_is_asked_for() -> None:
     assert round(cardinality.estimate(both)) == 5
 
 
-def test_ids_beyond_the_index_bits_are_counted_with_one_warning_a_feature(caplog: Log) -> None:
+def test_ids_beyond_the_index_bits_are_counted_with_one_warning(caplog: Log) -> None:
     with faulty_cluster() as (worker, _), caplog.at_level(logging.WARNING):
         batch = {"sum": [[1, WIDE], [2**64 - 1]], "max": [[WIDE - 1], []]}
         batch["stack"] = [[2**64 - 1], []]
+        worker.lookup_direct(features({"sum": [[1]]}, requires_grad=False))  # none is beyond
         ref = worker.register(features(batch, 0))
         worker.lookup(ref, True)
         worker.lookup_direct(features(batch, 1))
@@ -195,5 +213,5 @@ def test_ids_beyond_the_index_bits_are_counted_with_one_warning_a_feature(caplog
         masked = {name: stats[name] for name in stats if name.startswith("masked_ids")}
         assert masked == {"masked_ids.sum": 4, "masked_ids.mean": 1}
         warned = [text for text in caplog.messages if "more than 56 bits" in text]
-        assert len(warned) == 2
-        assert warned[0].startswith("feature 'sum': 2 ids")
+        assert len(warned) == 1
+        assert "share rows: 2 of sum; later ones, of any feature, are only counted" in warned[0]

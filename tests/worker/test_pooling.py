@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from persia._core.ids.signs import hash_stack
 from persia._rpc.messages import (
@@ -21,7 +22,18 @@ from persia._rpc.messages import (
     TableSigns,
 )
 from persia._worker.pooling import shares
-from tests.support.services import ADAGRAD, ADAM, SCHEMA, features, gradient, sign, value
+from persia.config import EmbeddingSchema
+from tests.support.services import (
+    ADAGRAD,
+    ADAM,
+    SCHEMA,
+    features,
+    gradient,
+    make_servers,
+    make_worker,
+    sign,
+    value,
+)
 from tests.worker.cluster import embeddings, faulty_cluster
 
 
@@ -54,6 +66,43 @@ def test_w12_raw_vectors_of_a_hash_stack_are_sums_of_their_rounds() -> None:
         for d in range(3):
             first, second = (value(plain, "stack_raw", int(x)) for x in buckets[d])
             np.testing.assert_array_equal(output.rows[d + 1], first + second)
+
+
+@pytest.mark.parametrize(
+    ("padding", "ids"),
+    [
+        ("back", [[1, 2, 3], [0, 0, 0], [7, 0, 0], [1, 1, 9]]),
+        ("front", [[3, 4, 5], [0, 0, 0], [0, 0, 7], [1, 1, 9]]),
+    ],
+)
+def test_padding_says_where_zeros_are_and_which_ids_are_cut(
+    padding: str, ids: list[list[int]]
+) -> None:
+    slot = {"dim": 2, "pooling": "raw", "sample_fixed_size": 3, "padding": padding}
+    schema = EmbeddingSchema.load({"slots_config": {"items": slot}})
+    (server,) = servers = make_servers(1, schema)
+    worker = make_worker(servers, schema)
+    result = worker.lookup_direct(features({"items": [[1, 2, 3, 4, 5], [], [7], [1, 1, 9]]}))
+    (output,) = result.outputs
+    assert isinstance(output, RawOutput)
+    kept = sorted({id_ for sample in ids for id_ in sample} - {0})
+    assert worker.get_embedding_size() == [len(kept)]  # what is cut gets no row
+    signs = np.array([sign("items", id_, schema) for id_ in kept], np.uint64)
+
+    def rows() -> dict[int, NDArray[np.float32]]:
+        (entries,) = server.read_embedding([TableSigns(0, signs)])
+        return {0: np.zeros(2, np.float32), **dict(zip(kept, entries.values, strict=True))}
+
+    before = rows()
+    at_places = output.rows[output.index].reshape(4, 3, 2)
+    np.testing.assert_array_equal(at_places, [[before[id_] for id_ in one] for one in ids])
+    # A gradient for each row; the padding's row 0 has none.
+    gradients = np.arange(2.0 * len(kept), dtype=np.float32).reshape(-1, 2)
+    worker.update(gradient(result, by_name={"items": gradients}))
+    numbers = dict(zip(np.ravel(ids).tolist(), output.index.tolist(), strict=True))
+    for id_, row in rows().items():
+        step = 0.5 * gradients[numbers[id_] - 1] if id_ else 0
+        np.testing.assert_allclose(row, before[id_] - step, rtol=1e-6)
 
 
 def test_w35_many_ids_in_few_buckets_stay_in_range() -> None:

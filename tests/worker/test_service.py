@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.messages import BatchGradients, IDFeatures, SlotGradient
+from persia._rpc.messages import BatchGradients, FeatureOrder, IDFeatures, SlotGradient
 from persia.errors import DataError, DataTypeError, ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.support.services import ADAM, features, gradient, make_servers, make_worker, settings
 from tests.support.streams import Background
@@ -250,3 +253,25 @@ def test_an_update_id_used_before_is_reported_and_changes_nothing() -> None:
         assert worker.update(gradient(worker.lookup_direct(batch), (0, 4))).repeated
         assert embeddings(servers, "sum", [1]) == after
         assert worker.stats()["repeated_updates"] == 1
+
+
+def test_two_ranks_that_replace_an_order_at_once_get_one() -> None:
+    both = threading.Barrier(2)
+
+    class Compared(FeatureOrder):
+        """Each comparison with it waits for another one, which a lock keeps away."""
+
+        def __eq__(self, other: object) -> bool:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return self is other
+
+        __hash__ = None  # type: ignore[assignment]
+
+    with faulty_cluster() as (worker, _), ThreadPoolExecutor(2) as threads:
+        old = Compared((), (), ())
+        worker.fix_feature_order(old, None)
+        orders = [FeatureOrder((name,), (), ()) for name in "ab"]
+        found = list(threads.map(lambda order: worker.fix_feature_order(order, old), orders))
+        assert found[0] == found[1] == worker.feature_order()
+        assert found[0] in orders
