@@ -39,6 +39,7 @@ from persia._rpc.messages import (
 )
 from persia.errors import (
     ConfigError,
+    DataError,
     JobFinished,
     ServiceBusy,
     ServiceError,
@@ -93,6 +94,8 @@ class LoaderState:
         self.stopping = threading.Event()
         self.changed = threading.Condition()  # guards all below, and the streams
         self.next_id = loader  # of the batch that the user sends next
+        self.epoch = 0  # of that batch
+        self._sent_epoch: int | None = None  # of the one before, if this process has sent it
         self.is_ending = False  # no more will be sent
         self.status: int | None = None  # of the job, once it has ended
         self.failure: BaseException | None = None  # of a thread
@@ -101,6 +104,16 @@ class LoaderState:
 
     def __str__(self) -> str:
         return f"data-loader {self.loader} of {self.num_loaders}"
+
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of the last batch: an ``end_epoch`` with no batch after it ends none."""
+        return self.epoch if self._sent_epoch is None else self._sent_epoch
+
+    def count_batch(self) -> None:
+        """Note, with the lock held, that the next batch was sent or dropped."""
+        self.next_id += self.num_loaders
+        self._sent_epoch = self.epoch
 
     @property
     def is_over(self) -> bool:
@@ -303,9 +316,8 @@ class RankStream:
         with self._turn():
             if not self._can_end:
                 return
-            feed = self._feed
             try:
-                self._call(partial(self._rank.end_stream, feed.stream, feed.next_id, ""))
+                self._call(self._ending())
             except UnknownStream:
                 self._set_state(RankState.LOST)
             else:
@@ -317,7 +329,7 @@ class RankStream:
 
     def report_failure(self, failure: str) -> None:
         """Report to a rank, which may be gone, that the loader's script failed."""
-        end = partial(self._rank.end_stream, self._feed.stream, self._feed.next_id, failure)
+        end = self._ending(failure)
         with contextlib.suppress(ServiceError):
             try:
                 end()
@@ -325,6 +337,12 @@ class RankStream:
                 # It failed before the stream was open; opening it twice does no harm.
                 self._rank.open_stream(self._opening())
                 end()
+
+    def _ending(self, failure: str = "") -> Callable[[], None]:
+        feed = self._feed
+        return partial(
+            self._rank.end_stream, feed.stream, feed.next_id, failure, feed.last_epoch
+        )
 
     def drop_unacked(self) -> None:
         """Count batches that are not acknowledged as lost, with the lock held."""
@@ -335,7 +353,7 @@ class RankStream:
 
     def _add_unacked(self, ids: IDFeatures, message: StreamedBatch) -> None:
         self.unacked[message.batch_id] = ids, message
-        self._feed.next_id += self._feed.num_loaders
+        self._feed.count_batch()
 
     @property
     def _has_room(self) -> bool:
@@ -395,10 +413,16 @@ class RankStream:
         self._relocate_all(state.wanted)
 
     def _opening(self) -> StreamOpening:
-        with self._feed.changed:
+        feed = self._feed
+        with feed.changed:
             first = min(self.unacked, default=self._next_id())
-        loader, incarnation = self._feed.stream
-        return StreamOpening(loader, self._feed.num_loaders, incarnation, first)
+            # The first time it is 0, whatever other ranks were sent meanwhile: to all ranks a
+            # data-loader begins in the same epoch.
+            epoch = 0 if self._state is RankState.NEW else feed.epoch
+            if first in self.unacked:
+                epoch = self.unacked[first][1].epoch
+        loader, incarnation = feed.stream
+        return StreamOpening(loader, feed.num_loaders, incarnation, first, epoch)
 
     def _next_id(self) -> int:
         """Return the lowest id that this rank gets from here on, with the lock held."""
@@ -499,6 +523,10 @@ class RankStream:
         except UnknownStream:
             self._set_state(RankState.LOST)
             return
+        except DataError:
+            with self._feed.changed:
+                self.unacked.pop(message.batch_id, None)  # it will not be acknowledged
+            raise
         with self._feed.changed:
             self._num_delivered += 1
             was_sent = message.batch_id < self._sent_below
@@ -535,7 +563,7 @@ class RankStream:
             try:
                 return call()
             except ServiceBusy:
-                feed.check()
+                self._check_open()  # a thread of its own may have heard that it closed
                 alive_at = time.monotonic()  # a busy rank is alive
             except (ServiceUnavailable, ServiceTimeout) as exc:
                 feed.check()

@@ -233,9 +233,10 @@ class BatchSender:
                 waited_s = time.perf_counter() - begin
                 self.timings["persia_loader_wait_seconds"].add(waited_s)
                 if action is Action.DROP:
-                    feed.next_id += feed.num_loaders
+                    feed.count_batch()
                     feed.counts["dropped"] += 1
                     return
+                epoch = feed.epoch
             ids = IDFeatures(features, batch_id, requires_grad)
             message = StreamedBatch(
                 batch_id,
@@ -245,11 +246,17 @@ class BatchSender:
                 dense,
                 labels,
                 None if meta is None else np.frombuffer(meta, np.uint8),
+                epoch,
             )
             send = stream.deliver if action is Action.DELIVER else stream.hold
             send(ids, message)
         finally:
             self._sending.release()
+
+    def end_epoch(self) -> None:
+        """Let the batches from here on be the next epoch's."""
+        with self._feed.changed:
+            self._feed.epoch += 1
 
     def resume_position(self) -> int:
         """Return how many of this data-loader's batches no rank needs; waits for the ranks."""

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from persia._loader.rank_stream import RankStream
-from persia._rpc.messages import RemoteRef
-from persia.errors import ConfigError, ServiceError, ServiceUnavailable
+from persia._rpc.messages import RemoteRef, StreamedBatch
+from persia.errors import (
+    ConfigError,
+    DataError,
+    JobFinished,
+    ServiceBusy,
+    ServiceError,
+    ServiceUnavailable,
+)
 from tests.loader.conftest import (
     MakeFeeder,
     ReportingRank,
@@ -51,6 +58,25 @@ def test_a_restarted_rank_gets_again_what_it_had_not_ended(make_feeder: MakeFeed
     rank.train(4)
     made.finish()
     assert made.stats() == {"sent": 5, "redelivered": 3}
+
+
+def test_a_restarted_rank_learns_in_which_epoch_it_begins(make_feeder: MakeFeeder) -> None:
+    rank = FakeRank()
+    made = make_feeder(rank, sent=1)
+    rank.train(1)
+    until(lambda: "kept" not in made.stats())
+    assert rank.streams[0].opening.epoch == 0
+    made.end_epoch()
+    send(made, 1)
+    made.end_epoch()
+    rank.restart()
+    rank.wait_for(lambda: rank.order == [1])
+    assert rank.streams[0].opening.epoch == 1
+    rank.train(1)
+    until(lambda: "kept" not in made.stats())
+    rank.restart()
+    rank.wait_for(lambda: rank.streams)
+    assert rank.streams[0].opening.epoch == 2
 
 
 def test_a_rank_restarted_at_the_end_is_told_again(make_feeder: MakeFeeder) -> None:
@@ -227,3 +253,38 @@ def test_credits_bound_what_is_sent_and_registered(make_feeder: MakeFeeder) -> N
     rank.train(2)
     run.result()
     assert rank.most_waiting == 2
+
+
+def test_a_batch_that_a_rank_refuses_is_not_waited_for(make_feeder: MakeFeeder) -> None:
+    class Strict(FakeRank):
+        def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
+            if batch.batch_id == 1:
+                raise DataError("batch 1: of an epoch before")
+            super().deliver(stream, batch)
+
+    rank = Strict(credits=3)
+    made = make_feeder(rank, sent=1)
+    with pytest.raises(DataError, match="of an epoch before"):
+        send(made, 1)
+    send(made, 2)
+    finish = Background(made.finish)
+    rank.train(2)
+    finish.result()
+    assert (rank.order, made.stats()) == ([0, 2], {"sent": 2})
+
+
+def test_a_rank_that_closes_while_it_is_busy_ends_the_delivery(make_feeder: MakeFeeder) -> None:
+    class Busy(FakeRank):
+        is_asked = threading.Event()
+
+        def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:
+            self.is_asked.set()
+            raise ServiceBusy("all credits are used")
+
+    rank = Busy()
+    made = make_feeder(rank)
+    sending = Background(lambda: send(made))
+    assert rank.is_asked.wait(PATIENCE_S)
+    rank.close()
+    with pytest.raises(JobFinished, match="nn-worker 0 reads no more"):
+        sending.result()

@@ -82,6 +82,23 @@ def test_a_bad_batch_leaves_no_gap(make_feeder: MakeFeeder) -> None:
     assert rank.train(1)[0].batch_id == 0
 
 
+@pytest.mark.parametrize("ends_last", [False, True])
+def test_batches_are_of_epochs(make_feeder: MakeFeeder, ends_last: bool) -> None:
+    ranks = [FakeRank(0, 2, credits=8), FakeRank(1, 2, credits=8)]
+    made = make_feeder(ranks)
+    for epoch, numbers in enumerate([range(3), range(3, 4), range(4, 7)]):
+        if epoch:
+            made.end_epoch()
+        send_some(made, numbers.start, numbers.stop)
+    if ends_last:
+        made.end_epoch()
+    finish = Background(made.finish)
+    assert [batch.epoch for batch in ranks[0].train(4)] == [0, 0, 2, 2]
+    assert [batch.epoch for batch in ranks[1].train(3)] == [0, 1, 2]
+    finish.result()
+    assert [rank.last_epochs for rank in ranks] == [[2], [2]]
+
+
 def test_two_threads_cannot_send_at_a_time(make_feeder: MakeFeeder) -> None:
     rank = FakeRank(credits=1)
     made = make_feeder(rank, sent=1)
