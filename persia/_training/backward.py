@@ -21,9 +21,16 @@ import torch
 
 from persia._core.kernels.optim import checked
 from persia._rpc.messages import BatchGradients, LearningRate
-from persia._training.inflight import LOST, SHORT_S, Reason, call_again, take_gradients
+from persia._training.inflight import (
+    LOST,
+    SHORT_S,
+    Reason,
+    State,
+    call_again,
+    take_gradients,
+)
 from persia._training.queues import BoundedQueue, Closed, Finished, join
-from persia.errors import ServiceTimeout
+from persia.errors import ConfigError, ServiceTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import InFlightBatch, InFlightTracker
     from persia._training.ranks import Ranks
+
+    Rate = tuple[str | None, float]  # of a group, or of all that have none of their own
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +78,33 @@ class LearningRates:
             if name is not None:
                 rates.update(dict.fromkeys(self._tables[name], own))
         self.current = tuple(LearningRate(*rate) for rate in sorted(rates.items()))
+
+    def state(self) -> list[Rate]:
+        """Return the rates that were set, for a file."""
+        return list(self._by_group.items())
+
+    def restore(self, rates: Sequence[Rate]) -> None:
+        """Set the rates of a file, and no others.
+
+        One whose group has no optimizer any more is left out.
+        """
+        known = {group for group, _ in rates}
+        for group in self._by_group.keys() - known:
+            what = "all groups" if group is None else group
+            logger.warning(
+                "the learning rate of %s is the optimizer's again, as in the checkpoint: "
+                "set_lr comes behind load_checkpoint",
+                what,
+            )
+        self.forget()
+        for group, lr in rates:
+            what = "all groups without a rate of their own" if group is None else group
+            try:
+                self.set(lr, group)
+            except ConfigError as exc:
+                logger.warning("the learning rate %g of %s is not restored: %s", lr, what, exc)
+            else:
+                logger.info("the learning rate of %s is the checkpoint's, %g", what, lr)
 
     def forget(self) -> None:
         """Let the registered optimizer's rates hold again."""
@@ -115,6 +151,7 @@ class BackwardPipeline:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._warned: set[tuple[str, ...]] = set()
+        self._has_warned = False  # of a kept batch
         self._num_workers = num_workers
         self._idle: set[int] = set()  # workers that wait for an update; atomic as sets are
         self._threads: list[threading.Thread] = []  # started by the user's thread only
@@ -134,7 +171,7 @@ class BackwardPipeline:
         """Take the gradients of the batches that one backward reached.
 
         A batch other than the current one that got no gradient took no part in the loss: it
-        stays if it is kept, and is released as abandoned otherwise.
+        is released as abandoned, and if it was kept a warning names it.
 
         Raises:
             DataError: If the current batch has ended or is submitted already.
@@ -148,19 +185,42 @@ class BackwardPipeline:
                 gradients = take_gradients(batch.leaves)
                 missing = [leaf.name for leaf, gradient in gradients if gradient is None]
                 if batch is not current and len(missing) == len(gradients):
-                    self._tracker.release(ticket, Reason.ABANDONED, even_kept=False)
+                    self._abandon(ticket, batch.batch_id)
                     continue
                 self._tracker.submit(ticket)
                 ticket.gradients = gradients
+                if len(missing) == len(gradients):
+                    ticket.unreached = tuple(missing)
                 updates.append(ticket)
                 if missing:
                     self._warn_of_missing(tuple(missing))
                 if self._stream is not None:
                     ticket.pack()
+            if self._tracker.zero_steps is not None:
+                self._note_zero(updates)
         except BaseException:
             self.discard(updates)
             raise
         return updates
+
+    def _note_zero(self, updates: list[InFlightBatch]) -> None:
+        """Count a step whose gradients are all zero; waits for the device."""
+        present = [gradient for update in updates for gradient in update.present()]
+        if any(bool(gradient.any()) for gradient in present):
+            self._tracker.zero_steps = None
+        elif present and self._tracker.zero_steps is not None:
+            self._tracker.zero_steps += 1
+
+    def _abandon(self, ticket: InFlightBatch, batch_id: int) -> None:
+        was_kept = ticket.state is State.KEPT
+        was_open = self._tracker.release(ticket, Reason.ABANDONED)
+        if was_open and was_kept and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "batch %d was held by ctx.keep and the loss did not reach it: it is released "
+                "without an update (said once; ctx.stats()['abandoned'] counts)",
+                batch_id,
+            )
 
     def _warn_of_missing(self, names: tuple[str, ...]) -> None:
         if names not in self._warned:

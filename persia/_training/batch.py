@@ -22,22 +22,68 @@ there. Nothing synchronises the device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import torch
 
 from persia._rpc.messages import JaggedOutput, PooledOutput, RawOutput
 from persia._training.inflight import InFlightBatch, Leaf
-from persia.embedding.data import PersiaBatch
-from persia.errors import DataTypeError
+from persia.embedding.data import Label, NdarrayDataBase, NonIDTypeFeature, PersiaBatch
+from persia.errors import DataError, DataTypeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from persia._rpc.messages import SlotOutput, StreamedBatch
+
+T = TypeVar("T")
+
+# What arrays are called that were given no name.
+_NO_NAMES = frozenset(x.DEFAULT_NAME for x in (NdarrayDataBase, NonIDTypeFeature, Label))
+
+
+class NamedList(list[T]):
+    """A list whose items can be asked by name too, as in ``embedding_tensors["user"]``.
+
+    Attributes:
+        names: One of each item, in their order; empty if they have none.
+    """
+
+    def __init__(self, items: Iterable[T] = (), names: Iterable[str] = ()) -> None:
+        super().__init__(items)
+        self.names = tuple(names)
+
+    @overload
+    def __getitem__(self, key: SupportsIndex | str) -> T: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[T]: ...
+    def __getitem__(self, key: SupportsIndex | slice | str) -> T | list[T]:
+        """Return an item by its place or name.
+
+        Raises:
+            DataError: If none has that name.
+        """
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        try:
+            return super().__getitem__(self.names.index(key))
+        except ValueError:
+            got = (
+                ", ".join(self.names)
+                or "no names: give each its own by name= when a batch is made"
+            )
+            raise DataError(f"{key!r}: expected one of the batch's names, got {got}") from None
+
+    if not TYPE_CHECKING:  # which knows that there is none
+
+        def __getattr__(self, attribute: str) -> NoReturn:
+            raise AttributeError(
+                f"{attribute!r}: expected a tensor, got a list of {len(self)}; take one by its "
+                "place or name, such as labels[0]"
+            )
 
 
 class Jagged(NamedTuple):
@@ -45,6 +91,14 @@ class Jagged(NamedTuple):
 
     values: torch.Tensor  # f32 [N, dim]
     offsets: torch.Tensor  # i64 [B + 1]
+
+    if not TYPE_CHECKING:  # type: ignore[misc]
+
+        def __getattr__(self, attribute: str) -> NoReturn:
+            raise AttributeError(
+                f"{attribute!r}: expected a tensor, got the Jagged(values, offsets) of a slot "
+                "with pooling 'jagged'; use its .values and .offsets"
+            )
 
 
 class Upload(NamedTuple):
@@ -63,33 +117,39 @@ class PersiaTrainingBatch:
     Until its lookup it has no embeddings; ``InFlightBatch`` has its ids.
 
     Attributes:
-        non_id_type_tensors: Dense tensors, in the order of the batch.
-        embedding_tensors: One entry per id feature, in the order of the batch's features.
-        labels: Label tensors, or None if the batch has none.
+        non_id_type_tensors: Dense tensors, by place or name.
+        embedding_tensors: One entry per id feature, by place or name; the places are those of
+            the first batch that was trained, and so in every batch the same.
+        labels: Label tensors, by place or name, or None if the batch has none.
         meta: The bytes that the user attached, or None.
         batch_id: The data-loader's number, or a running one of the context, where batches
             without gradients have a series of their own.
-        feature_names: Names of the id features, in the order of ``embedding_tensors``.
         batch_size: Number of samples.
     """
 
     def __init__(
         self,
-        dense: list[torch.Tensor],
-        labels: list[torch.Tensor],
+        dense: NamedList[torch.Tensor],
+        labels: NamedList[torch.Tensor],
         meta: bytes | None,
         batch_size: int,
     ) -> None:
         self.non_id_type_tensors = dense
-        self.embedding_tensors: list[torch.Tensor | Jagged] = []
-        self.labels: list[torch.Tensor] | None = labels or None
+        self.embedding_tensors: NamedList[torch.Tensor | Jagged] = NamedList()
+        self.labels: NamedList[torch.Tensor] | None = labels or None
         self.meta = meta
         self.batch_id = -1
-        self.feature_names: tuple[str, ...] = ()
         self.batch_size = batch_size
+        self.absent: frozenset[str] = frozenset()  # features that are zeros in every sample
+        self.missing_dense: tuple[str, ...] = ()  # it has none, and the model expects these
         self.leaves: list[Leaf] = []  # of the features with a gradient; empty in evaluation
         self.ticket: InFlightBatch | None = None  # from the lookup on; None in evaluation
         self.upload: Upload | None = None  # copies that are still under way
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Names of the id features, in the order of ``embedding_tensors``."""
+        return self.embedding_tensors.names
 
     @property
     def requires_grad(self) -> bool:
@@ -125,11 +185,12 @@ class DeviceTransfer:
         """
         if not isinstance(batch, PersiaBatch):
             raise DataTypeError(
-                f"expected the dataset to yield PersiaBatch, got {type(batch).__name__}"
+                f"expected the dataset to yield PersiaBatch, got {type(batch).__name__}; a "
+                "torch DataLoader is read by persia.readers.TorchReader(loader, Columns(...))"
             )
         return PersiaTrainingBatch(
-            [self._copy(item.data) for item in batch.non_id_type_features],
-            [self._copy(item.data) for item in batch.labels],
+            self._copy_all([(each.name, each.data) for each in batch.non_id_type_features]),
+            self._copy_all([(each.name, each.data) for each in batch.labels]),
             batch.meta,
             batch.batch_size,
         )
@@ -137,11 +198,17 @@ class DeviceTransfer:
     def copy_streamed(self, batch: StreamedBatch) -> PersiaTrainingBatch:
         """Copy what came in one message, so that its memory is not kept."""
         return PersiaTrainingBatch(
-            [self._copy(item.array) for item in batch.non_id_type_features],
-            [self._copy(item.array) for item in batch.labels],
+            self._copy_all([(each.name, each.array) for each in batch.non_id_type_features]),
+            self._copy_all([(each.name, each.array) for each in batch.labels]),
             None if batch.meta is None else batch.meta.tobytes(),
             batch.batch_size,
         )
+
+    def _copy_all(self, arrays: list[tuple[str, NDArray[Any]]]) -> NamedList[torch.Tensor]:
+        names = tuple([name for name, _ in arrays])
+        if len(set(names)) < len(names) or not _NO_NAMES.isdisjoint(names):
+            names = ()
+        return NamedList([self._copy(array) for _, array in arrays], names)
 
     def _copy(self, array: NDArray[Any]) -> torch.Tensor:
         if self._stream is None:
@@ -169,15 +236,19 @@ class DeviceTransfer:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             packed_floats, float_parts = self._pack(floats, torch.float32)
             packed_indices, index_parts = self._pack(indices, torch.int64)
-            dense = [
-                item.to(self._device, non_blocking=True) for item in batch.non_id_type_tensors
-            ]
-            labels = [item.to(self._device, non_blocking=True) for item in batch.labels or ()]
+            dense, labels = self._move(batch.non_id_type_tensors), self._move(batch.labels)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         batch.non_id_type_tensors, batch.labels = dense, labels or None
         storages = packed_floats, packed_indices, *dense, *labels
         batch.upload = Upload(outputs, float_parts, index_parts, event, storages)
+
+    def _move(self, tensors: NamedList[torch.Tensor] | None) -> NamedList[torch.Tensor]:
+        """Start the copies of pinned tensors to the device."""
+        if tensors is None:
+            return NamedList()
+        moved = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+        return NamedList(moved, tensors.names)
 
     def _pack(
         self, arrays: Sequence[NDArray[Any]], dtype: torch.dtype
@@ -226,10 +297,9 @@ def _build(
         with torch.set_grad_enabled(trains):
             _build(batch, outputs, floats, indices)
         return
-    names: list[str] = []
+    embeddings: list[torch.Tensor | Jagged] = []
     parts = iter(indices)
     for output, values in zip(outputs, floats, strict=True):
-        names.append(output.name)
         embedding: torch.Tensor | Jagged
         if isinstance(output, PooledOutput):
             leaf = Leaf(output.name, values.requires_grad_(trains))
@@ -243,10 +313,11 @@ def _build(
                 embedding = _with_mask(picked, index, output.sample_fixed_size)
             else:
                 embedding = Jagged(picked, next(parts))
-        batch.embedding_tensors.append(embedding)
-        if trains:
+        embeddings.append(embedding)
+        if trains and output.name not in batch.absent:
             batch.leaves.append(leaf)
-    batch.feature_names = tuple(names)
+    names = [output.name for output in outputs]
+    batch.embedding_tensors = NamedList(embeddings, names)
 
 
 def _own(arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:

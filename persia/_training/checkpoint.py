@@ -24,7 +24,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -50,7 +50,13 @@ from persia.logger import get_logger
 
 if TYPE_CHECKING:
     from persia._files.writer_lock import JobFolders
-    from persia._rpc.messages import CutInfo, CutStatus, EmbeddingWorker, LoadStatus
+    from persia._rpc.messages import (
+        CutInfo,
+        CutStatus,
+        EmbeddingWorker,
+        FeatureOrder,
+        LoadStatus,
+    )
 
 _logger = get_logger("persia.checkpoints")
 
@@ -89,7 +95,7 @@ def scripted(model: Any, option: str) -> Any:
         raise ConfigError(f"{option} needs a torch.nn.Module, got {type(model).__name__}")
     try:
         return torch.jit.script(model)
-    except RuntimeError as exc:
+    except (RuntimeError, OSError) as exc:  # the latter where it has no source file
         raise ConfigError(
             f"{option}: {type(model).__name__} cannot be scripted: {exc}"
         ) from exc
@@ -102,6 +108,7 @@ class Frozen:
     cut_id: int
     step: int
     infos: tuple[CutInfo, ...]
+    order: FeatureOrder | None  # of features, as the model receives them
     dense: Dense
 
 
@@ -142,7 +149,7 @@ class CheckpointWriter(_Background):
         cut_id = secrets.randbits(63)
         try:
             infos = self._worker.begin_cut(CutRequest(cut_id, None))
-            return Frozen(cut_id, step, infos, dense())
+            return Frozen(cut_id, step, infos, self._worker.feature_order(), dense())
         except BaseException:
             self._end(cut_id)
             raise
@@ -267,6 +274,9 @@ def _manifest(
     about = json.loads(frozen.infos[0].about)
     parts: list[Part] = []
     files = dict(files)
+    extras: dict[str, Any] = {"servers": about["settings"]}
+    if frozen.order is not None:
+        extras["features"] = asdict(frozen.order)
     for status in statuses:
         written = read_json(ServerFiles, parse(status.meta.tobytes(), name), name)
         parts += written.parts
@@ -279,7 +289,7 @@ def _manifest(
         schema=read_json(SavedSchema, about["schema"], name),
         parts=tuple(parts),
         files=files,
-        extras={"servers": about["settings"]},
+        extras=extras,
     )
 
 
@@ -460,7 +470,13 @@ def _load(file: Any, place: str, map_location: Any) -> Any:
     try:
         return torch.load(file, map_location=map_location, weights_only=True)
     except Exception as exc:
-        raise CheckpointError(f"{place} cannot be read as a state dict: {exc}") from exc
+        # torch's own advice is to trust the file.
+        is_none = type(exc).__name__ == "UnpicklingError"
+        first = "it is no such file" if is_none else str(exc).partition("\n")[0]
+        raise CheckpointError(
+            f"{place} cannot be read as a state dict, as torch.save(model.state_dict(), path) "
+            f"writes it: {first}"
+        ) from exc
 
 
 def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:

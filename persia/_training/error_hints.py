@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,23 +17,24 @@ import torch
 from persia.errors import PersiaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Sequence
 
     from persia._training.batch import PersiaTrainingBatch
 
 logger = logging.getLogger(__name__)
 
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OF_NONE = (TypeError, AttributeError)  # raised where None is used as what it is not
+# What torch says of a dtype, and where it is one of integers that is expected.
+_OF_DTYPE = re.compile(
+    r"dtype|(scalar|[Rr]esult|Input|data) ?type|bool tensor|not implemented for '"
+)
+_WANTS_INTEGERS = re.compile(r"(dtype to be|scalar types?:?) Long")
 _MAX_NAMES = 4  # of features in one text; more are counted
 
 
-def explain_model(
-    error: BaseException, batch: PersiaTrainingBatch, slots: Callable[[], Iterable[str]]
-) -> None:
-    """Add the shapes that the model received to an error that it raised.
-
-    ``slots`` returns the names of the embedding config, of which the batch may lack some.
-    """
+def explain_model(error: BaseException, batch: PersiaTrainingBatch) -> None:
+    """Add the shapes that the model received to an error that it raised."""
     if not _may_be_of_shapes(error):
         return
     pairs = zip(batch.feature_names, batch.embedding_tensors, strict=True)
@@ -40,35 +42,44 @@ def explain_model(
         f"{text} ({_join([name for name, _ in group])})"
         for text, group in groupby(pairs, lambda pair: _describe(pair[1]))
     ]
-    text = (
+    _add_note(
+        error,
         f"the model was given a batch of {batch.batch_size} samples: non_id_type_tensors "
         f"{', '.join(map(_describe, batch.non_id_type_tensors)) or 'none'}; "
         f"embedding_tensors {', '.join(embeddings) or 'none'}"
+        f"{_conversion(error, 'NonIDTypeFeature', batch.non_id_type_tensors)}",
     )
-    missing = [name for name in slots() if name not in batch.feature_names]
-    if missing:
-        text += f"; the batch has no {_join(missing)} of the embedding config"
-    _add_note(error, text)
 
 
 def explain_loss(
-    error: BaseException, batch: PersiaTrainingBatch, dtype: object, shape: Any
+    error: BaseException,
+    batch: PersiaTrainingBatch,
+    labels: Sequence[torch.Tensor] | None,
+    dtype: object,
+    shape: Any,
 ) -> None:
-    """Add the shapes of output and labels to an error that torch raised after the model.
+    """Add what there is of labels and output to an error that was raised after the model.
 
-    ``dtype`` and ``shape`` are the output's, None if it is no tensor.
+    ``labels`` are what the loop received; ``dtype`` and ``shape`` are the output's, None if it
+    is no tensor.
     """
+    if labels is None and isinstance(error, _OF_NONE) and "NoneType" in str(error):
+        why = "an InferCtx gives none, evaluate in eval_ctx(model=...)"
+        if batch.labels is None:
+            why = "the batch has none, make it with labels=[Label(...)]"
+        _add_note(error, f"the labels are None: {why}")
+        return
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     # Any error of the loop comes here; one of shapes is raised in torch's Python code.
     is_torchs = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_TORCH)
     if is_torchs and None not in (dtype, shape) and _may_be_of_shapes(error):
-        labels = ", ".join(map(_describe, batch.labels or ())) or "none"
+        target = ", ".join(map(_describe, labels or ())) or "none"
         _add_note(
             error,
-            f"the model's output is {_form(dtype, shape)} and the labels are {labels}, for a "
-            f"batch of {batch.batch_size} samples",
+            f"the model's output is {_form(dtype, shape)} and the labels are {target}, for a "
+            f"batch of {batch.batch_size} samples{_conversion(error, 'Label', labels or ())}",
         )
 
 
@@ -78,6 +89,15 @@ def _may_be_of_shapes(error: BaseException) -> bool:
         and not isinstance(error, (PersiaError, torch.OutOfMemoryError))
         and "allocate memory" not in str(error)
     )
+
+
+def _conversion(error: BaseException, kind: str, tensors: Iterable[torch.Tensor]) -> str:
+    """Say how to give data as the dtype that torch expected, if that can be the cause."""
+    text = str(error)
+    wanted = "int64" if _WANTS_INTEGERS.search(text) else "float32"
+    if not _OF_DTYPE.search(text) or all(str(x.dtype).endswith(f".{wanted}") for x in tensors):
+        return ""
+    return f"; {kind}(data.astype(np.{wanted})) gives {wanted}"
 
 
 def _form(dtype: object, shape: Iterable[int]) -> str:

@@ -3,9 +3,14 @@
     source ----------> forward workers --queue--> (ranks agree) ----> the user's loop
     copies batches     permit, then lookup        one step ahead      tensors
 
-Order (``reproducible=True``): batches are taken, numbered, looked up and returned in the order
-of the dataset. With a staleness bound ``s`` no batch is taken before the user asked for the
-``s - 1`` th before it: at staleness 1 lookups and updates alternate strictly.
+Order: batches are taken, given permits and returned in the order of the dataset; lookups run
+at the same time. Of the batches that the user gets before one, those without an acknowledged
+update had permits when it took its own: with a staleness bound ``s`` its lookup misses at most
+``s - 1`` updates. Each batch that overtook one that is looked up already would be one more.
+
+With ``reproducible=True`` lookups run one after another, too, and with a bound ``s`` no batch
+is taken before the user asked for the ``s - 1`` th before it: at staleness 1 lookups and
+updates alternate strictly.
 
 Ranks in step: with several ranks a batch is returned when all of them have one, which a thread
 asks one step ahead of the user. The first round in which a rank has none is the last: what the
@@ -24,11 +29,12 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from persia import env
 from persia._rpc.deadlines import within
 from persia._rpc.messages import IDFeatures
 from persia._rpc.worker_pool import EmbeddingWorkers
@@ -44,13 +50,15 @@ from persia._training.inflight import (
 )
 from persia._training.progress import Progress, Watermark, to_position
 from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
+from persia._training.untrained import MANY, PassOutcome
 from persia.errors import ConfigError, InternalError, ServiceError, ServiceTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from persia._rpc.messages import EmbeddingWorker, LookupResult, SlotOutput
     from persia._training.batch import DeviceTransfer, PersiaTrainingBatch
+    from persia._training.feature_order import Arranger
     from persia._training.inflight import InFlightTracker
     from persia._training.progress import Plain
     from persia._training.ranks import Ranks
@@ -67,7 +75,6 @@ JOIN_S = 10.0
 _RELEASE_S = 1.0
 # Seconds between two log lines that name what the user's loop waits for.
 LINE_S = 10.0
-_MANY = 100  # batches without a backward, after which a warning says so
 
 # What a rank sends to the others about its next batch.
 HAS_BATCH = 1
@@ -78,10 +85,6 @@ FAILED = 3  # its data or a lookup has
 _NOTHING_RESUMED = (
     "nothing was trained in this pass: the checkpoint was made behind its batch %d, and the "
     "data has no more than that; the next pass begins at the first batch"
-)
-_NOTHING_TRAINED = (
-    "none of the %d batches of this pass had a backward, so no embedding is trained; "
-    "call ctx.backward(loss) for each, or use eval_ctx"
 )
 
 
@@ -107,9 +110,17 @@ class Source(ABC):
         """Return ``position`` for when all that was read is done, if other ranks need it."""
         return None
 
+    def next_position(self) -> Plain | None:
+        """Return where the next pass begins, once this one has ended; None at batch 0."""
+        return None
+
     @abstractmethod
     def describe_wait(self) -> str:
         """Name what ``get`` is waiting for; empty if for nothing."""
+
+    @abstractmethod
+    def describe_missing(self) -> str:
+        """Say what had no batch, once the pass has ended; empty if all had some."""
 
     def drop_rest(self, on_drop: Callable[[], None]) -> None:  # noqa: B027
         """Drop what is left, where it is known, and wait for its end; calls for each batch."""
@@ -143,6 +154,7 @@ class DatasetSource(Source):
             self._trained.above = set(resumed["above"]["0"])
         self._first = self._trained.floor
         self._left_out = frozenset(self._trained.above)
+        self._has_yielded = False
         self._thread = threading.Thread(target=self._read, name="persia-dataset", daemon=True)
 
     def start(self) -> None:
@@ -168,6 +180,14 @@ class DatasetSource(Source):
             return ""
         return f"the dataset ({type(self._dataset).__name__}) to yield a batch"
 
+    def describe_missing(self) -> str:
+        """Name the dataset, if it yielded nothing."""
+        if self._has_yielded:
+            return ""
+        used_up = ", an iterator, which one pass uses up," * isinstance(self._dataset, Iterator)
+        where = "" if (env.get_world_size() or 1) == 1 else f"rank {env.get_rank()}: "
+        return f"{where}the dataset ({type(self._dataset).__name__}){used_up} yielded"
+
     def close(self) -> list[threading.Thread]:
         """Close the queue, where the thread notices it."""
         self.queue.close()
@@ -178,6 +198,7 @@ class DatasetSource(Source):
         try:
             iterator = self._begin()
             for place, batch in enumerate(iterator, self._first):
+                self._has_yielded = True
                 if place not in self._left_out:
                     copied = self._transfer.copy(batch)
                     ticket = InFlightBatch(
@@ -232,11 +253,13 @@ class Lookups:
         tracker: InFlightTracker,
         trains: bool,
         before_evaluation: Callable[[], None],
+        arranger: Arranger,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.worker = worker
         self.tracker = tracker
+        self._arranger = arranger
         self._lookup_time = tracker.timings["forward_client_time_cost_sec"]
         self.trains = trains
         self.before_evaluation = before_evaluation
@@ -250,14 +273,18 @@ class Lookups:
         # An embedding-worker of this process never loses a batch.
         self._keeps_ids = isinstance(worker, EmbeddingWorkers)
 
-    def number(self, ticket: InFlightBatch) -> None:
+    def number(self, batch: PersiaTrainingBatch, ticket: InFlightBatch) -> None:
         """Give a batch the next number of its kind, and an id if it has none."""
         trains = self.trains and ticket.requires_grad
+        if trains and ticket.features:
+            self._arranger.note(batch, ticket.features)
         with self._lock:
             ticket.number = self._next_numbers[trains]
             self._next_numbers[trains] += 1
         if trains:
-            ticket.on_done = partial(self.progress.mark_done, ticket.number, ticket.on_done)
+            ticket.on_done = partial(
+                self.progress.mark_done, ticket.number, ticket.on_done, batch.batch_size
+            )
         if ticket.ref == UNREGISTERED:
             ticket.batch_id = ticket.number * self._world_size + self._rank
 
@@ -288,6 +315,9 @@ class Lookups:
             result = self._ask(ticket, trains, begin)
             if trains and result.ref is None:
                 raise InternalError(f"the lookup of batch {ticket.batch_id} left no ref")
+            if result.ref is not None:
+                ticket.ref = result.ref
+            outputs = self._arranger.arrange(batch, result.outputs, trains)
         except BaseException:
             self.tracker.count_failed_lookup()
             if trains and limiter is not None:
@@ -304,12 +334,11 @@ class Lookups:
             if ticket.on_done is not None:
                 ticket.on_done()
             self._release(ticket)
-            return result.outputs
-        ticket.ref = result.ref
+            return outputs
         ticket.limiter = limiter
         self.tracker.open(ticket)
         batch.ticket = ticket
-        return result.outputs
+        return outputs
 
     def _ask(self, ticket: InFlightBatch, trains: bool, begin: float) -> LookupResult:
         if ticket.ref == UNREGISTERED:
@@ -346,10 +375,11 @@ class PassOptions:
     input_capacity: int  # batches read ahead of the lookups
     output_capacity: int  # batches looked up ahead of the user
     num_workers: int  # most lookups at the same time
-    reproducible: bool  # keep the dataset's order
+    reproducible: bool  # look up and update in the dataset's order
     staleness: int | None  # bound on batches in flight
     timeout_s: float  # how long the user waits for a batch
     keeps_step: bool = True  # hand a batch out only when every rank has one
+    allow_untrained: bool = False  # a pass that does nothing is no error
 
 
 class ForwardPipeline:
@@ -380,7 +410,7 @@ class ForwardPipeline:
             options.staleness if lookups.trains else None, on_demand=options.reproducible
         )
         self._looked_up: OrderedQueue[PersiaTrainingBatch] = OrderedQueue(
-            options.output_capacity, options.reproducible
+            options.output_capacity
         )
         # What the user receives: with several ranks, what all have agreed on.
         self._agreed = self._looked_up
@@ -388,7 +418,7 @@ class ForwardPipeline:
             ranks = None
         self._ranks = ranks
         if ranks is not None:
-            self._agreed = OrderedQueue(1, ordered=True)
+            self._agreed = OrderedQueue(1)
         # Reproducible over ranks: their updates go in the order of the ranks.
         self._takes_turns = (
             ranks is not None and options.reproducible and options.staleness == 1
@@ -405,8 +435,9 @@ class ForwardPipeline:
         self._is_agreeing = False  # for messages only
         self._last: InFlightBatch | None = None  # of the batch that the user has
         self._last_needs_turn = False  # it will have no update
-        self._num_trained = self._num_abandoned = 0  # batches with and without a backward
+        self._outcome = PassOutcome(self._tracker, is_checked=not options.allow_untrained)
         self._num_resumed = num_resumed
+        self._ended_ranks = ""  # names those that had no batch in the first round
         self._has_begun = False  # the user has received a batch
         self._kept: list[InFlightBatch] = []  # most of them ended since
         self._threads: list[threading.Thread] = []
@@ -430,6 +461,7 @@ class ForwardPipeline:
 
         Raises:
             Finished: If all batches of the dataset were returned.
+            DataError: If there were none, or none of them trained anything.
             Closed: If the pass was closed, by a new one or by leaving the context.
             ServiceTimeout: If none came in time.
             ConfigError: If kept batches hold all permits.
@@ -437,6 +469,7 @@ class ForwardPipeline:
         self._leave_last()
         if self._kept:
             self._check_kept()
+        self._outcome.check_trained(MANY)
         self._limiter.request()
         begin = time.perf_counter()
         batch = self._wait_for_batch()
@@ -452,14 +485,23 @@ class ForwardPipeline:
         return batch
 
     def _check_kept(self) -> None:
-        self._kept = [ticket for ticket in self._kept if ticket.state is State.KEPT]
+        self._forget_ended()
         staleness = self._limiter.staleness
         if staleness is not None and len(self._kept) >= staleness:
             raise ConfigError(
                 f"embedding_staleness={staleness} allows no batch beside the "
-                f"{len(self._kept)} kept by ctx.keep; to accumulate gradients over k batches "
-                "it must be at least k"
+                f"{len(self._kept)} that ctx.keep holds: to accumulate gradients over k "
+                "batches it must be at least k, here DataLoader(..., embedding_staleness="
+                f"{len(self._kept) + 1}) or more"
             )
+
+    def _forget_ended(self) -> None:
+        kept, self._kept = self._kept, []
+        for ticket in kept:
+            if ticket.state is State.KEPT:
+                self._kept.append(ticket)
+            else:
+                self._outcome.note(ticket)
 
     def _wait_for_batch(self) -> PersiaTrainingBatch:
         deadline = time.monotonic() + self._timeout_s
@@ -483,13 +525,24 @@ class ForwardPipeline:
             logger.warning("no batch yet: waiting for %s", self._slow_stage())
 
     def _note_end(self) -> None:
-        if self._num_abandoned and not self._num_trained:
-            logger.warning(_NOTHING_TRAINED, self._num_abandoned)
         is_empty = self._num_resumed > 0 and not self._has_begun
         if is_empty:
             logger.warning(_NOTHING_RESUMED, self._num_resumed)
         source = self._source
-        self._lookups.progress.end(source.position, source.end_position(), is_empty=is_empty)
+        self._lookups.progress.end(
+            source.position, source.end_position(), source.next_position(), is_empty=is_empty
+        )
+        if not is_empty:
+            self._check_outcome()
+
+    def _check_outcome(self) -> None:
+        """Raise DataError if the pass, which has ended, did nothing."""
+        who = self._ended_ranks or self._source.describe_missing()
+        if who:
+            self._outcome.fail_empty(who)
+        self._forget_ended()
+        if not self._kept:  # they may have a backward yet
+            self._outcome.check_trained(1)
 
     def _leave_last(self) -> None:
         last, self._last = self._last, None
@@ -499,14 +552,12 @@ class ForwardPipeline:
             needs_turn = last.state is not State.ACKNOWLEDGED and self._tracker.release(
                 last, Reason.ABANDONED, even_kept=False
             )
-            self._num_trained += not needs_turn
-            self._num_abandoned += needs_turn
-            if self._num_abandoned == _MANY and not self._num_trained:
-                logger.warning(_NOTHING_TRAINED, _MANY)
+            if last.state is State.KEPT:
+                self._kept.append(last)
+            else:
+                self._outcome.note(last)
         if needs_turn and self._takes_turns and self._ranks is not None and not self.is_closed:
             self._ranks.in_turn(lambda: None)  # the others wait for this rank's turn
-        if last is not None and last.state is State.KEPT:
-            self._kept.append(last)
 
     def _slow_stage(self) -> str:
         """Name what the pipeline waits for."""
@@ -604,12 +655,31 @@ class ForwardPipeline:
         if failure is None:
             # The others' data has ended, and with it this rank's.
             self._reason_to_drop = Reason.INCOMPLETE
+            if number == 0:
+                ended = [str(rank) for rank, one in enumerate(codes) if one == ENDED]
+                self._ended_ranks = f"rank {', '.join(ended)} of {len(codes)} had"
         if item is not None:
+            if failure is None:
+                self._warn_of_rest(codes, number)
             self._drop(item.ticket)
         if failure is None:
             self._source.drop_rest(partial(self._tracker.count, Reason.INCOMPLETE))
         self._agreed.finish(failure)
         return False
+
+    def _warn_of_rest(self, codes: list[int], number: int) -> None:
+        """Log, once in a context, that this rank has batches that others have no match for."""
+        if self._tracker.stats()[Reason.INCOMPLETE.value]:
+            return
+        ended = ", ".join(str(rank) for rank, one in enumerate(codes) if one == ENDED)
+        logger.warning(
+            "rank %s of %d has no batch behind round %d: this pass ends for all ranks, and "
+            "what others have is dropped (said once; ctx.stats()['incomplete'] counts); "
+            "DataLoader(..., drop_last=False) trains it",
+            ended,
+            len(codes),
+            number,
+        )
 
     # --- forward workers --------------------------------------------------------------------
 
@@ -661,7 +731,7 @@ class ForwardPipeline:
                 self._lookups.progress.begin(self._source.position)
             place = self._num_taken
             self._num_taken += 1
-            self._lookups.number(ticket)
+            self._lookups.number(batch, ticket)
             if self._in_order:
                 outputs = self._look_up(batch, ticket, place)
         if not self._in_order:

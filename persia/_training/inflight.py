@@ -168,9 +168,11 @@ class InFlightBatch:
     in_order: bool = False  # its update waits for those submitted before it
     in_turn: bool = False  # and for those of lower ranks, and then for all ranks
     state: State = State.LOOKED_UP
+    owner: int = 0  # id() of the tracker that has opened it, which would keep all rows
     reason: Reason | None = None  # of a released one
     # Of the leaves, in their order; None where the loss did not reach.
     gradients: Sequence[tuple[Leaf, torch.Tensor | None]] = ()
+    unreached: tuple[str, ...] = ()  # all its features, if the backward reached none of them
     order: int = -1  # of submission; set by the pipeline, as are the next three
     step: int = 0  # of the user's, from 1
     scale: float = 1.0  # what the loss was multiplied with
@@ -278,6 +280,8 @@ class InFlightTracker:
         self._skipped_slots: Counter[str] = Counter()
         self._nan_samples: Counter[str] = Counter()
         self._nan_rows: Counter[str] = Counter()
+        # Steps so far whose gradients were all zero; None once one was not.
+        self.zero_steps: int | None = 0
         # Filled by finalizers, which run inside any allocation of any thread and so must
         # not take a lock; append and popleft are atomic.
         self.orphans: deque[InFlightBatch] = deque()
@@ -285,6 +289,7 @@ class InFlightTracker:
     def open(self, batch: InFlightBatch) -> None:
         """Note a lookup that left a ref; the batch now owns the loader's permit."""
         with self._lock:
+            batch.owner = id(self)
             self._num_open += 1
 
     def keep(self, batch: InFlightBatch) -> None:

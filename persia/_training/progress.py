@@ -10,6 +10,7 @@ leaves it out; what was looked up ahead and is not done is read again.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 
 from persia.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -66,7 +69,11 @@ class Progress:
         self._position: Callable[[], Plain | None] | None = None
         self._resumed: Plain | None = None  # of a checkpoint, until a pass begins there
         self._before: Plain | None = None  # where the last pass ended
+        self._next: Plain | None = None  # where the one after it begins; None at 0
         self._next_number = 0
+        self._size = 0  # samples of the largest batch; the last one of a pass may be smaller
+        self._size_before = 0  # that of a checkpoint, until it has been compared
+        self._sizes: list[int] = []  # of the first batches after a checkpoint
 
     def begin(self, position: Callable[[], Plain | None]) -> None:
         """Note that the pass with this source's ``position`` has a batch to train."""
@@ -77,56 +84,94 @@ class Progress:
                 self._passes += 1  # the one before was left
                 self._before = self._position()
             self._position = position
-            self._resumed = None
+            self._resumed = self._next = None
 
     def end(
         self,
         position: Callable[[], Plain | None],
         end: Plain | None = None,
+        following: Plain | None = None,
         *,
         is_empty: bool = False,
     ) -> None:
         """Note that a pass has given out all its batches, and where it ended.
 
-        One ``is_empty`` that began behind what was trained of it, and nothing was left.
+        The next one begins at ``following``. One ``is_empty`` that began behind what was
+        trained of it, and nothing was left.
         """
         with self._lock:
             if self._position == position or (is_empty and self._position is None):
                 self._position = None
-                self._before = end
+                self._before, self._next = end, following
                 self._passes += 1
                 self._resumed = None
+                self._size_before = 0
 
     def is_between_passes(self) -> bool:
         """Whether the last pass has given out all its batches, and no other has begun."""
         with self._lock:
             return self._position is None and self._passes > 0
 
-    def mark_done(self, number: int, at_source: Callable[[], None] | None) -> None:
-        """Note that the training batch with this running number is done, and at its source."""
+    def mark_done(self, number: int, at_source: Callable[[], None] | None, size: int) -> None:
+        """Note that the training batch with this running number is done, and at its source.
+
+        ``size`` is its number of samples.
+        """
         with self._lock:
             if number >= self._next_number:
                 self._next_number = number + 1
+            self._compare_size(size)
+            self._size = max(self._size, size)
         if at_source is not None:
             at_source()
+
+    def _compare_size(self, size: int) -> None:
+        """Warn once if batches are of another size than those that a checkpoint has counted."""
+        if not self._size_before:
+            return
+        self._sizes.append(size)
+        largest = max(self._sizes)
+        # One smaller batch may be the last of its pass.
+        if largest <= self._size_before and len(self._sizes) < 2:
+            return
+        if largest != self._size_before:
+            logger.warning(
+                "batches have %d samples and those before the checkpoint had %d: a position in "
+                "the data is a number of batches, so this pass does not go on where training "
+                "was; take batches of %d until it ends",
+                largest,
+                self._size_before,
+                self._size_before,
+            )
+        self._size_before = 0
 
     def snapshot(self) -> Plain:
         """Return how far training is, for a file."""
         with self._lock:
-            here = self._resumed if self._position is None else self._position()
+            between = self._resumed or self._next
+            here = between if self._position is None else self._position()
             return {
                 "passes": self._passes,
                 "position": here,
                 "before": self._before,
                 "next_number": self._next_number,
+                "size": self._size,
             }
 
-    def resume(self, passes: int, position: Plain | None, next_number: int) -> None:
-        """Restore what a checkpoint says; the next pass begins there."""
+    def resume(
+        self, passes: int, position: Plain | None, next_number: int, size: int = 0
+    ) -> None:
+        """Restore what a checkpoint says; the next pass begins there.
+
+        ``size`` is the number of samples of its batches, 0 if it does not say.
+        """
         with self._lock:
+            self._size = size
+            self._size_before = size if position is not None and count_done(position) else 0
+            self._sizes = []
             self._passes = passes
             self._resumed = position
-            self._before = None
+            self._before = self._next = None
             self._position = None
             self._next_number = next_number
 
@@ -150,16 +195,30 @@ class Progress:
 
 
 def count_done(position: Plain) -> int:
-    """Return how many batches are done at a position."""
+    """Return how many batches of its pass are done at a position."""
     above: int = sum(len(places) for places in position["above"].values())
     step: int = position["num_loaders"] or 1
     floors: dict[str, int] = position["floors"]
-    return above + sum(-(-(floor - int(name)) // step) for name, floor in floors.items())
+    begins: dict[str, int] = position.get("begins", {})
+    return above + sum(
+        -(-(floor - begins.get(name, int(name))) // step) for name, floor in floors.items()
+    )
 
 
-def to_position(kind: str, num_loaders: int, series: Mapping[int, Watermark]) -> Plain:
-    """Return a position for a file: of a ``stream`` by data-loader, of a ``dataset`` at 0."""
-    return {
+def to_position(
+    kind: str,
+    num_loaders: int,
+    series: Mapping[int, Watermark],
+    epoch: int = 0,
+    begins: Mapping[str, int] = {},
+) -> Plain:
+    """Return a position for a file: of a ``stream`` by data-loader, of a ``dataset`` at 0.
+
+    A stream goes on over epochs, each of which is a pass: ``begins`` are the places of the
+    first batches of this ``epoch``. Both are absent where it is the first.
+    """
+    of_epoch = {"epoch": epoch, "begins": dict(begins)} if epoch else {}
+    return of_epoch | {
         "kind": kind,
         "num_loaders": num_loaders,
         "floors": {str(number): one.floor for number, one in series.items()},
@@ -211,7 +270,11 @@ def merge(positions: list[Plain | None]) -> Plain | None:
             if place < floors.get(place % world_size, 0) or place in above:
                 merged.mark_done(place)
         series[loader] = merged
-    return to_position("stream", num_loaders, series)
+    begins: dict[str, int] = {}
+    for one in known:
+        for name, place in one.get("begins", {}).items():
+            begins[name] = min(place, begins.get(name, place))
+    return to_position("stream", num_loaders, series, known[0].get("epoch", 0), begins)
 
 
 # --- random numbers -------------------------------------------------------------------------
@@ -264,7 +327,12 @@ def check_trainer(trainer: Any, file: str) -> None:
                 _set(rank["random"], *generators)
         for position in positions:
             if position is not None:
-                _check_counts(count_done(position), len(position["kind"]))
+                _check_counts(
+                    count_done(position), len(position["kind"]), position.get("epoch", 0)
+                )
+        for group, rate in trainer.get("rates", []):
+            if not (isinstance(group, str | None) and isinstance(rate, float)):
+                raise ValueError(f"expected a group and its rate, got {group!r}: {rate!r}")
         if not trainer["ranks"] or not isinstance(trainer["scaler"], dict | None):
             raise ValueError("expected a state of each rank, and one of the scaler or none")
     except Exception as exc:

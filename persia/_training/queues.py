@@ -112,21 +112,21 @@ class BoundedQueue(Generic[T]):
 
 
 class OrderedQueue(Generic[T]):
-    """The last stage: many workers put numbered items, one reader takes them.
+    """The last stage: many workers put numbered items, one reader takes them as 0, 1, 2, ...
 
-    If ``ordered``, in the order of the numbers 0, 1, 2, ...; otherwise in that of arrival. The
-    next number in line is always admitted, whatever the capacity, or the reader would wait for
-    an item that waits for the reader.
+    The next number in line is always admitted, whatever the capacity, or the reader would wait
+    for an item that waits for the reader. Of those that wait for room the lowest is woken, and
+    no other: nine woken in vain for each item would take the GIL from the user's thread.
     """
 
-    def __init__(self, capacity: int, ordered: bool) -> None:
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._ordered = ordered
         # Guards everything below. Of an RLock a condition calls methods in C, of a Lock its own
         # in Python: five calls for each wait and one for each notify.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._items: dict[int, T] = {}  # in order of arrival
+        self._has_next = threading.Condition(self._lock)
+        self._waiting: dict[int, threading.Condition] = {}  # by number that is to be put
+        self._items: dict[int, T] = {}
         self._next = 0
         self._finished = False
         self._closed = False
@@ -138,19 +138,24 @@ class OrderedQueue(Generic[T]):
     def put(self, number: int, item: T) -> None:
         """Store an item once there is room, unless ``Closed``."""
         with self._lock:
-            while not self._closed and len(self._items) >= self._capacity:
-                if self._ordered and number == self._next:
-                    break
-                self._changed.wait()
+            if not self._admits(number):
+                self._waiting[number] = has_room = threading.Condition(self._lock)
+                has_room.wait_for(lambda: self._admits(number))
+                del self._waiting[number]
             if self._closed:
                 raise Closed
             self._items[number] = item
-            self._changed.notify_all()
+            if number == self._next:
+                self._has_next.notify()
+            self._wake_lowest()  # the reader may have made room twice
 
-    def _is_ready(self) -> bool:
-        if self._closed or self._finished:
-            return True
-        return self._next in self._items if self._ordered else bool(self._items)
+    def _admits(self, number: int) -> bool:
+        return self._closed or len(self._items) < self._capacity or number == self._next
+
+    def _wake_lowest(self) -> None:
+        lowest = min(self._waiting, default=None)
+        if lowest is not None and self._admits(lowest):
+            self._waiting[lowest].notify()
 
     def get(self, timeout_s: float | None) -> T:
         """Take the next item; without a time-out, wait until there is one or ``Finished``.
@@ -162,37 +167,43 @@ class OrderedQueue(Generic[T]):
             TimeoutError: If nothing came in time.
         """
         with self._lock:
-            if not self._is_ready() and not self._changed.wait_for(self._is_ready, timeout_s):
+            if not self._is_ready() and not self._has_next.wait_for(self._is_ready, timeout_s):
                 raise TimeoutError
             if self._closed or not self._items:
                 if self._failure is not None:
                     raise self._failure
                 raise Closed if self._closed else Finished
-            number = self._next if self._ordered else next(iter(self._items))
-            item = self._items.pop(number)
+            item = self._items.pop(self._next)
             self._next += 1
-            self._changed.notify_all()
+            self._wake_lowest()
             return item
+
+    def _is_ready(self) -> bool:
+        return self._closed or self._finished or self._next in self._items
 
     def finish(self, failure: BaseException | None) -> None:
         """Note that nothing more will be put; a failure is raised after what is here."""
         with self._lock:
             self._finished = True
             self._failure = self._failure or failure
-            self._changed.notify_all()
+            self._has_next.notify_all()
 
     def fail(self, failure: BaseException) -> None:
         """Raise this at the reader now; what is here stays for ``close`` to return."""
         with self._lock:
             self._failure = self._failure or failure
-            self._closed = True
-            self._changed.notify_all()
+            self._close()
 
     def close(self) -> list[T]:
         """Wake all threads with ``Closed`` and return the items that are not taken."""
         with self._lock:
-            self._closed = True
+            self._close()
             left = list(self._items.values())
             self._items.clear()
-            self._changed.notify_all()
             return left
+
+    def _close(self) -> None:
+        self._closed = True
+        self._has_next.notify_all()
+        for has_room in self._waiting.values():
+            has_room.notify()

@@ -229,7 +229,7 @@ def test_direct_batches_of_a_loss(worker: SpyWorker, make_ctx: MakeCtx, is_kept:
 def test_w46_batches_without_a_step_are_freed(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
         seen = []
-        for batch in DataLoader(batches(8)):
+        for batch in DataLoader(batches(8), allow_untrained=True):
             ctx.forward(batch)
             seen.append(weakref.ref(batch))
         del batch
@@ -460,7 +460,6 @@ def test_backward_that_is_interrupted_while_it_waits_leaves_nothing_behind(
     worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey
 ) -> None:
     monkeypatch.setattr("persia._training.backward.WAIT_S", 1.0)
-    (batch,) = DataLoader(batches(1))
     batch = ctx.get_embedding_from_data(make_batch(0))
     output, labels = ctx.forward(batch)
     engine = ctx.backward_engine
@@ -532,11 +531,16 @@ def test_a_loss_is_one_number_with_a_graph(ctx: TrainCtx, wrong: Any, says: str)
 def test_an_optimizer_of_another_model_is_told(make_ctx: MakeCtx, caplog: Log) -> None:
     model = Net()
     part, whole = [model.layer.bias], model.parameters()
-    make_ctx(model=model, dense_optimizer=torch.optim.SGD(part, lr=0.1))
     make_ctx(model=torch.nn.Sequential(model), dense_optimizer=torch.optim.SGD(whole, lr=0.1))
     assert not caplog.messages
+    make_ctx(model=model, dense_optimizer=torch.optim.SGD(part, lr=0.1))
+    assert "dense_optimizer has 1 of the model's 2 parameters" in caplog.text
+    caplog.clear()
+    model.layer.weight.requires_grad_(False)
+    make_ctx(model=model, dense_optimizer=torch.optim.SGD(part, lr=0.1))
+    assert not caplog.messages
     make_ctx(model=model, dense_optimizer=torch.optim.SGD(Net().parameters(), lr=0.1))
-    assert "dense_optimizer has none of the model's 2 parameters" in caplog.text
+    assert "dense_optimizer has none of the model's 1 parameters" in caplog.text
 
 
 def test_a_backward_without_embeddings_is_told_once(ctx: TrainCtx, caplog: Log) -> None:

@@ -4,14 +4,16 @@ where its gradients go.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 from persia._rpc.messages import PooledOutput
-from persia._training.batch import DeviceTransfer, Jagged, PersiaTrainingBatch
+from persia._training.batch import DeviceTransfer, Jagged, NamedList, PersiaTrainingBatch
 from persia.ctx import TrainCtx, eval_ctx
 from persia.embedding.data import (
     IDTypeFeature,
@@ -54,6 +56,22 @@ def test_tensors_come_in_the_order_of_the_batch(ctx: TrainCtx) -> None:
     assert user.is_leaf
     assert jagged.values.is_leaf
     assert [leaf.name for leaf in batch.leaves] == list(names)
+
+
+def test_lists_and_pairs_taken_for_a_tensor_say_what_they_are() -> None:
+    one = torch.ones(2, 1)
+    named = NamedList([one], ["click"])
+    with pytest.raises(AttributeError, match=r"'size': .* a list of 1; .* labels\[0\]"):
+        torch.nn.functional.binary_cross_entropy_with_logits(one, named)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match=r"'mean': .*Jagged.* \.values and \.offsets"):
+        Jagged(one, one).mean()  # type: ignore[attr-defined]
+    for each in (copy.copy(named), copy.deepcopy(named), pickle.loads(pickle.dumps(named))):
+        assert not hasattr(each, "mean")
+        assert each.names == ("click",)
+        assert torch.equal(each["click"], one)
+    for pair in (copy.deepcopy(Jagged(one, one)), pickle.loads(pickle.dumps(Jagged(one, one)))):
+        assert not hasattr(pair, "mean")
+        assert torch.equal(pair.offsets, one)
 
 
 @pytest.mark.parametrize(("name", "size"), [("seq", 1), ("seq", 4), ("jag", 3)])
@@ -149,9 +167,9 @@ def test_w37_tensors_outlive_their_batch(ctx: TrainCtx) -> None:
     gc.collect()
     for number in range(20):
         ctx.get_embedding_from_data(make_batch(number))
-    for tensor, copy in zip(kept, before, strict=True):
+    for tensor, its_copy in zip(kept, before, strict=True):
         assert isinstance(tensor, torch.Tensor)
-        assert torch.equal(tensor.detach(), copy)
+        assert torch.equal(tensor.detach(), its_copy)
 
 
 def test_w37_received_bytes_are_copied_and_own_arrays_are_not() -> None:

@@ -21,12 +21,14 @@ from persia._files.parts import write_file
 from persia._files.storage import LocalStorage
 from persia._server import restore
 from persia._training import checkpoint
+from persia._training.backward import BackwardPipeline
 from persia._training.progress import Position
 from persia.ctx import InferCtx, TrainCtx, eval_ctx
+from persia.ctx.checkpoints import TrainerState
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
-from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
 from persia.errors import CheckpointError, ConfigError
 from tests.distributed.batches import DIM, SLOTS, make_batch
 from tests.distributed.net import Net, Tensors, rows
@@ -176,6 +178,94 @@ def test_w20_a_stopped_run_goes_on(
         assert train(ctx, data) == whole[0][stop:]
         assert state(ctx) == whole[1]
     assert dataset.begun_at == ([0, stop] if seeks else [])
+
+
+def with_a_group() -> EmbeddingConfig:
+    settings = {**SLOTS, "group_settings": {"user": {"optimizer": {}}}}
+    return EmbeddingConfig(emb_initialization=(-0.5, 0.5), seed=3, schema=settings)
+
+
+@pytest.mark.parametrize("is_entered", [True, False])
+def test_rates_of_embeddings_go_on(tmp_path: Path, is_entered: bool) -> None:
+    """The script that resumes sets none: the next steps are those of the run that went on."""
+    config = with_a_group()
+    with make_ctx(model=(model := Net()), embedding_config=config) as ctx:
+        ctx.set_lr(0.5)
+        ctx.set_lr(0.25, "user")
+
+        def dump(number: int) -> None:
+            if number == 3:
+                ctx.dump_checkpoint(tmp_path)
+
+        losses = train(ctx, Batches(), dump)
+        want = rows(ctx)
+    assert model is ctx.model
+    ctx = make_ctx(model=Net(), embedding_config=config)
+    if not is_entered:
+        ctx.load_checkpoint(tmp_path)
+        ctx.dump_checkpoint(tmp_path)  # it has them already
+        ctx.load_checkpoint(tmp_path)
+    with ctx:
+        if is_entered:
+            ctx.load_checkpoint(tmp_path)
+        rates = engine_of(ctx).learning_rates
+        assert sorted(rates.state(), key=str) == [("user", 0.25), (None, 0.5)]
+        assert train(ctx, Batches()) == losses[3:]
+        assert rows(ctx) == want
+    # As ever, they end with the block.
+    with ctx:
+        assert engine_of(ctx).learning_rates.state() == []
+
+
+def test_loading_restores_the_optimizers_own_rate_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx() as ctx:
+        losses = train(ctx, Batches(), dump_at(ctx, 3, tmp_path))
+    with make_ctx() as ctx:
+        ctx.set_lr(0.5)
+        ctx.load_checkpoint(tmp_path)
+        assert train(ctx, Batches()) == losses[3:]
+    assert "the learning rate of all groups is the optimizer's again" in caplog.text
+
+
+def engine_of(ctx: TrainCtx) -> BackwardPipeline:
+    engine = ctx.backward_engine
+    assert engine is not None
+    return engine
+
+
+def test_a_rate_of_a_group_that_is_gone_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx(embedding_config=with_a_group()) as ctx:
+        ctx.set_lr(0.25, "user")
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+    with make_ctx() as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert engine_of(ctx).learning_rates.state() == []
+    assert "the learning rate 0.25 of user is not restored: " in caplog.text
+
+
+def test_a_checkpoint_without_rates_is_loaded(tmp_path: Path, monkeypatch: Monkey) -> None:
+    kept = TrainerState.of_all
+
+    def of_before(*given: Any) -> dict[str, Any]:
+        state = kept(*given)
+        del state["rates"]
+        return state
+
+    with monkeypatch.context() as patch, make_ctx() as ctx:
+        patch.setattr(TrainerState, "of_all", of_before)
+        ctx.set_lr(0.25)
+        train(ctx, Batches())
+        ctx.dump_checkpoint(tmp_path)
+    with make_ctx() as ctx:
+        ctx.set_lr(0.125)
+        ctx.load_checkpoint(tmp_path)
+        assert ctx.update_times == NUM_BATCHES
+        assert engine_of(ctx).learning_rates.state() == [(None, 0.125)]
 
 
 @pytest.mark.parametrize(("first", "stop"), [(0, NUM_BATCHES), (1, 3)])
@@ -359,6 +449,7 @@ NO_STATES: list[tuple[str, Callable[[Any], object]]] = [
     ("trainer.pt", lambda state: state.pop("ranks")),
     ("trainer.pt", lambda state: state.update(step=-1)),
     ("trainer.pt", lambda state: state.update(stream={"kind": "stream"})),
+    ("trainer.pt", lambda state: state.update(rates=[["user", "fast"]])),
     ("trainer.pt", lambda state: state["ranks"][0]["random"].update(torch=torch.ones(3))),
     ("trainer.pt", lambda state: state["ranks"][0]["random"].update(numpy=[])),
     ("dense.pt", lambda state: state.update({3: torch.ones(3)})),
@@ -397,16 +488,6 @@ def test_another_dim_is_named_before_the_dense_net(tmp_path: Path) -> None:
         ctx.load_checkpoint(tmp_path)
 
 
-def test_a_pass_without_a_backward_is_told(caplog: Log) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader(Batches(), **LOCKSTEP):
-            ctx.forward(batch)
-        assert f"none of the {NUM_BATCHES} batches of this pass" in caplog.text
-        caplog.clear()
-        train(ctx, Batches())
-    assert "had a backward" not in caplog.text
-
-
 def test_nothing_is_loaded_from_nowhere_or_inside_a_pass(tmp_path: Path) -> None:
     with make_ctx() as ctx:
         with pytest.raises(CheckpointError, match="no checkpoint"):
@@ -418,13 +499,28 @@ def test_nothing_is_loaded_from_nowhere_or_inside_a_pass(tmp_path: Path) -> None
             break
 
 
-def test_another_embedding_optimizer_starts_over(tmp_path: Path, caplog: Log) -> None:
-    expected = dumped_state(tmp_path, Adam(lr=0.1))[0]
-    with make_ctx(SGD(lr=0.1)) as ctx:
+@pytest.mark.parametrize(
+    ("before", "after", "change"),
+    [
+        (Adam(lr=0.1), SGD(lr=0.1), "trained by adam and are by sgd"),
+        (
+            Adagrad(lr=0.1),
+            RowwiseAdagrad(lr=0.1),
+            f"trained by adagrad and are by adagrad, with {DIM} words of state and 1",
+        ),
+    ],
+)
+def test_another_embedding_optimizer_starts_over(
+    tmp_path: Path, caplog: Log, before: Optimizer, after: Optimizer, change: str
+) -> None:
+    expected = dumped_state(tmp_path, before)[0]
+    with make_ctx(after) as ctx:
         ctx.load_checkpoint(tmp_path)
         assert rows(ctx) == expected
         train(ctx, Batches())
-    assert "state of its rows starts from its initial values" in caplog.text
+    (line,) = [one for one in caplog.messages if change in one]  # one for all groups
+    assert "'user', 'tags'" in line
+    assert "the state of their rows starts from its initial values" in line
 
 
 def test_a_failed_dump_behind_is_raised_at_the_exit(tmp_path: Path) -> None:

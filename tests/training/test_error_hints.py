@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from persia.ctx import TrainCtx, eval_ctx
+from persia.ctx import InferCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,
@@ -24,6 +25,7 @@ from .conftest import MakeCtx, Net
 from .fakes import DIM, u64
 
 SIZE = 4
+BCE = functional.binary_cross_entropy_with_logits
 DENSE = np.zeros((SIZE, 2), np.float32)
 ZEROS = np.zeros((SIZE, 1), np.float32)
 
@@ -35,7 +37,8 @@ def batch_of(dense: Any = DENSE, label: Any = ZEROS) -> PersiaBatch:
 
 def said(error: BaseException, caplog: Log) -> str:
     """Return what stands below an error; above it before Python 3.11."""
-    return "\n".join(getattr(error, "__notes__", caplog.messages))
+    logged = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    return "\n".join(getattr(error, "__notes__", logged))
 
 
 @pytest.mark.parametrize(
@@ -55,14 +58,28 @@ def test_a_model_that_fails(make_ctx: MakeCtx, caplog: Log, dense: Any, form: st
     assert f"non_id_type_tensors {form}; embedding_tensors float32 [4, {DIM}]" in note
 
 
-def test_a_feature_that_the_batch_has_not_is_named(make_ctx: MakeCtx, caplog: Log) -> None:
-    slots = {name: {"dim": DIM} for name in ("user", "city", "tags")}
-    options = {"embedding_worker": None, "embedding_config": {"slots_config": slots}}
-    with make_ctx(num_features=3, **options) as ctx:
-        batch = ctx.get_embedding_from_data(batch_of())
+@pytest.mark.parametrize(
+    ("text", "dtype", "todo"),
+    [
+        ("mat1 and mat2 must have the same dtype, but got Double and Float", "f8", "float32"),
+        ("Input type (double) and bias type (float) should be the same", "f8", "float32"),
+        ("\"batch_norm\" not implemented for 'Long'", "i8", "float32"),
+        ("one of the following scalar types: Long, Int; but got DoubleTensor", "f8", "int64"),
+        ("mat1 and mat2 must have the same dtype, but got Float and Half", "f4", ""),
+        ("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)", "f8", ""),
+    ],
+)
+def test_another_dtype_is_said_to_be_given(
+    make_ctx: MakeCtx, caplog: Log, text: str, dtype: str, todo: str
+) -> None:
+    model = Altered()
+    model.error = RuntimeError(text)
+    with make_ctx(model=model) as ctx:
+        batch = ctx.get_embedding_from_data(batch_of(DENSE.astype(dtype)))
         with pytest.raises(RuntimeError) as raised:
             ctx.forward(batch)
-    assert "(user, tags); the batch has no city" in said(raised.value, caplog)
+    note = said(raised.value, caplog)
+    assert f"NonIDTypeFeature(data.astype(np.{todo}))" in note if todo else "astype" not in note
 
 
 class Altered(Net):
@@ -109,6 +126,28 @@ def test_servers_that_fail_hide_no_error(make_ctx: MakeCtx, monkeypatch: Monkey)
             ctx.forward(batch)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "label", "todo"),
+    [
+        (BCE, ZEROS.astype(np.int64), "float32"),
+        (BCE, ZEROS > 0, "float32"),
+        (lambda x, y: functional.binary_cross_entropy(x.sigmoid(), y), ZEROS > 0, "float32"),
+        (lambda x, y: functional.cross_entropy(x, y[:, 0]), ZEROS, "int64"),
+    ],
+)
+def test_another_dtype_of_labels_is_said_to_be_given(
+    make_ctx: MakeCtx, caplog: Log, loss_fn: Any, label: Any, todo: str
+) -> None:
+    def train(ctx: TrainCtx) -> None:
+        for batch in DataLoader([batch_of(label=label)]):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, (labels or [])[0]))
+
+    with pytest.raises(RuntimeError) as raised, make_ctx() as ctx:
+        train(ctx)
+    assert f"; Label(data.astype(np.{todo})) gives {todo}" in said(raised.value, caplog)
+
+
 def raises(error: Exception) -> Any:
     def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         raise error
@@ -119,9 +158,6 @@ def raises(error: Exception) -> Any:
 def out_of_memory(output: torch.Tensor, label: torch.Tensor) -> Any:
     """Whatever torch says of it, from within its package."""
     return torch.nn.Linear(1 << 30, 1 << 30)
-
-
-BCE = functional.binary_cross_entropy_with_logits
 
 
 @pytest.mark.parametrize(
@@ -150,6 +186,42 @@ def test_a_loss_that_fails_gets_the_shapes_of_output_and_labels(
     note = said(raised.value, caplog)
     assert shapes in note
     assert bool(shapes) == bool(note)
+
+
+def first(labels: Any) -> Any:
+    return labels[0]
+
+
+def unpacked(labels: Any) -> Any:
+    (label,) = labels
+    return label
+
+
+@pytest.mark.parametrize("use", [first, unpacked, lambda labels: labels])
+@pytest.mark.parametrize(
+    ("context", "has_labels", "why"),
+    [
+        (eval_ctx, False, r"the batch has none, make it with labels=[Label(...)]"),
+        (InferCtx, True, r"an InferCtx gives none, evaluate in eval_ctx(model=...)"),
+        (eval_ctx, True, None),
+    ],
+)
+def test_labels_that_are_none_are_explained(
+    make_ctx: MakeCtx, caplog: Log, context: Any, has_labels: bool, why: str | None, use: Any
+) -> None:
+    ids: Any = batch_of().id_type_features
+    given = PersiaBatch(ids, [NonIDTypeFeature(DENSE)], [Label(ZEROS)] if has_labels else [])
+    with make_ctx() as ctx:
+
+        def evaluate() -> None:
+            with context(model=ctx.model) as inner:
+                output, labels = inner.forward(inner.get_embedding_from_data(given))
+                BCE(output, use(labels))
+                raise TypeError("something of a NoneType")  # has nothing to do with labels
+
+        with pytest.raises((TypeError, AttributeError)) as raised:
+            evaluate()
+    assert said(raised.value, caplog) == ("" if why is None else f"the labels are None: {why}")
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -94,9 +94,8 @@ def test_every_batch_comes_exactly_once(
         first = train_all(ctx, loader)
         second = train_all(ctx, loader)
         stats = ctx.stats()
-    is_in_order = reproducible or num_workers == 1
     for seen in (first, second):
-        assert (seen if is_in_order else sorted(seen)) == list(range(30))
+        assert seen == list(range(30))
     for kind in ("lookup", "update"):
         numbers = worker.of(kind)
         assert (numbers if reproducible else sorted(numbers)) == list(range(60))
@@ -120,7 +119,7 @@ def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(ctx: TrainCtx) -> N
             release.wait(WAIT_S)
 
     # The end of the data is none: this would wait for days.
-    assert train_all(ctx, DataLoader(Batches(0), timeout_ms=10**9)) == []
+    assert train_all(ctx, DataLoader(Batches(0), timeout_ms=10**9, allow_untrained=True)) == []
     iterator = iter(DataLoader(Stalls(), timeout_ms=50))
     next(iterator)
     set_when_closing(ctx, release)
@@ -169,6 +168,73 @@ def test_a_stalled_update_is_a_timeout(worker: SpyWorker, ctx: TrainCtx) -> None
 # --- staleness --------------------------------------------------------------------------------
 
 
+def missed_updates(
+    worker: SpyWorker, ctx: TrainCtx, loader: DataLoader, num_kept: int = 0
+) -> list[int]:
+    """Train one pass; returns how many updates of earlier batches each lookup missed.
+
+    Earlier ones are those that the loop was given before.
+    """
+    seen: dict[int, set[int]] = {}  # by batch: whose updates are applied when its lookup begins
+    given: list[int] = []
+    worker.before_lookup = lambda number: seen.update({number: set(worker.of("update"))})
+    losses: list[torch.Tensor] = []
+    for batch in loader:
+        given.append(batch.batch_id)
+        losses.append(loss_of(*ctx.forward(batch)))
+        if len(losses) <= num_kept:
+            ctx.keep(batch)
+        else:
+            ctx.backward(torch.stack(losses).sum())
+            losses.clear()
+    return [len(set(given[:place]) - seen[number]) for place, number in enumerate(given)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 10])
+@pytest.mark.parametrize("forward_buffer_size", [1, 2, 10])
+@pytest.mark.parametrize("staleness", [2, 10])
+def test_no_lookup_misses_as_many_updates_as_the_bound(
+    worker: SpyWorker, ctx: TrainCtx, staleness: int, forward_buffer_size: int, num_workers: int
+) -> None:
+    loader = DataLoader(
+        Batches(400),
+        forward_buffer_size,
+        num_workers=num_workers,
+        embedding_staleness=staleness,
+    )
+    missed = missed_updates(worker, ctx, loader)
+    assert len(missed) == 400
+    assert 1 <= max(missed) <= staleness - 1
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("num_kept", [0, 9])
+@pytest.mark.parametrize("has_ranks", [False, True])
+def test_the_default_is_a_bound(
+    worker: SpyWorker, ctx: TrainCtx, reproducible: bool, num_kept: int, has_ranks: bool
+) -> None:
+    if has_ranks:
+        ctx._ranks = SpyRanks()
+    loader = DataLoader(Batches(200), 1, reproducible=reproducible)
+    assert loader.embedding_staleness == 10
+    missed = missed_updates(worker, ctx, loader, num_kept)
+    assert len(missed) == 200
+    assert max(missed) <= 9
+
+
+def test_without_a_bound_buffers_are_one(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx(backward_buffer_size=3, backward_workers_size=2) as ctx:
+        loader = DataLoader(Batches(400), 5, num_workers=4, embedding_staleness=None)
+        missed = missed_updates(worker, ctx, loader)
+    assert max(missed) <= 5 + 4 + 1 + 3 + 2
+
+
+def test_an_evaluation_is_in_the_order_of_the_dataset(ctx: TrainCtx) -> None:
+    with eval_ctx(model=ctx.model):
+        seen = [int(batch.meta or b"") for batch in DataLoader(Batches(200), 1)]
+    assert seen == list(range(200))
+
+
 def test_a_left_lockstep_loop_looks_nothing_up(worker: SpyWorker, ctx: TrainCtx) -> None:
     loader = DataLoader(Batches(40), **LOCKSTEP)
     for epoch in range(3):
@@ -198,7 +264,7 @@ def test_w25_batch_without_backward_is_counted(worker: SpyWorker, make_ctx: Make
 
 
 def test_batch_of_the_past_takes_no_backward(ctx: TrainCtx) -> None:
-    first, _second, *_ = DataLoader(Batches(4))
+    first, _second, *_ = DataLoader(Batches(4), allow_untrained=True)
     output, labels = ctx.forward(first)
     with pytest.raises(DataError, match=r"batch \d .*abandoned.*ctx\.keep"):
         ctx.backward(loss_of(output, labels))
@@ -243,34 +309,36 @@ def test_keep_accumulates_gradients_over_batches(worker: SpyWorker, make_ctx: Ma
     assert worker.of("release") == []
 
 
-def test_kept_batch_beyond_the_loss_stays(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+def test_kept_batch_beyond_the_loss_is_released_by_its_name(
+    worker: SpyWorker, make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_ctx() as ctx:
-        kept = None
-        for batch in DataLoader(Batches(3), reproducible=True, embedding_staleness=3):
-            if kept is None:
-                kept = batch
+        # Twice as many as there are permits: none is held for ever.
+        for batch in DataLoader(Batches(8), reproducible=True, embedding_staleness=2):
+            if batch.batch_id % 2 == 0:
+                ctx.forward(batch)
                 ctx.keep(batch)
-                continue
-            losses = [loss_of(*ctx.forward(batch))]
-            if batch.batch_id == 2:
-                losses.append(loss_of(*ctx.forward(kept)))
-                ctx.prepare_features(batch)
-            ctx.backward(torch.stack(losses).sum())
-    assert worker.of("update")[0] == 1
-    assert sorted(worker.of("update")) == [0, 1, 2]
-    assert not any(one.gradient is None for all_ in worker.gradients for one in all_.gradients)
+            else:
+                step(ctx, batch)
+        assert ctx.stats()["abandoned"] == 4
+        assert ctx._kept == []
+    assert worker.of("update") == [1, 3, 5, 7]
+    assert worker.of("release") == [0, 2, 4, 6]
+    (line,) = [one for one in caplog.messages if "ctx.keep" in one]
+    assert line.startswith("batch 0 was held by ctx.keep and the loss did not reach it")
 
 
 def test_keep_beyond_the_permits_is_an_error(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     with make_ctx() as ctx:
-        iterator = iter(DataLoader(Batches(8), embedding_staleness=2, reproducible=True))
-        ctx.keep(next(iterator))
-        ctx.keep(next(iterator))
-        with pytest.raises(ConfigError, match=r"embedding_staleness=2.*at least k"):
+        iterator = iter(DataLoader(Batches(12)))
+        for _ in range(10):
+            ctx.keep(next(iterator))
+        said = r"=10 allows no batch beside the 10 .* DataLoader\(.*embedding_staleness=11\) or"
+        with pytest.raises(ConfigError, match=said):
             next(iterator)
     # Leaving releases what is kept.
-    assert sorted(worker.of("release")) == [0, 1]
-    assert (ctx.stats()["staleness"], ctx.stats()["abandoned"]) == (0, 2)
+    assert sorted(worker.of("release")) == list(range(10))
+    assert (ctx.stats()["staleness"], ctx.stats()["abandoned"]) == (0, 10)
 
 
 # --- leaving early ----------------------------------------------------------------------------
@@ -303,7 +371,7 @@ def test_w42_nothing_of_an_aborted_epoch_leaks_into_the_next(ctx: TrainCtx) -> N
 
 
 def test_second_iteration_ends_the_first(ctx: TrainCtx) -> None:
-    loader = DataLoader(Batches(30), reproducible=True)
+    loader = DataLoader(Batches(30), reproducible=True, allow_untrained=True)
     first = iter(loader)
     next(first)
     second = iter(loader)
@@ -382,7 +450,7 @@ def test_loader_numbers_start_at_one(option: str) -> None:
     settings: dict[str, Any] = {option: 1}
     DataLoader(Batches(1), **settings)
     settings[option] = 0
-    with pytest.raises(ConfigError, match=f"{option} must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=f"{option} must be a whole number, .* got 0"):
         DataLoader(Batches(1), **settings)
 
 
@@ -533,7 +601,8 @@ def test_w37_a_generator_may_refill_its_arrays(ctx: TrainCtx) -> None:
             user = IDTypeFeatureWithSingleID("user", ids)
             yield PersiaBatch([user], [NonIDTypeFeature(dense)], [Label(label)])
 
-    for number, batch in enumerate(list(DataLoader(generate(), reproducible=True))):
+    loader = DataLoader(generate(), reproducible=True, allow_untrained=True)
+    for number, batch in enumerate(list(loader)):
         assert batch.non_id_type_tensors[0].eq(number).all()
         assert batch.labels is not None
         assert batch.labels[0].eq(number).all()
@@ -561,7 +630,7 @@ def test_iterator_that_was_never_asked_has_no_threads() -> None:
 def test_one_worker_is_one_thread_and_keeps_the_order() -> None:
     for _ in range(5):
         seen = []
-        for batch in DataLoader(Batches(40), num_workers=1):
+        for batch in DataLoader(Batches(40), num_workers=1, allow_untrained=True):
             seen.append(int(batch.meta or b""))
             names = [one.name for one in threading.enumerate()]
             assert sum(name.startswith("persia-forward") for name in names) <= 1

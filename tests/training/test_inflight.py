@@ -59,8 +59,11 @@ def update(workers: Any) -> Any:
     return engine._update(ticket, BatchGradients(0, (1, 7), ()))
 
 
+ANY_ORDER: Any = None  # a call that fails has no outputs to arrange
+
+
 def look_up(workers: Any) -> Any:
-    lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None)
+    lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None, ANY_ORDER)
     ticket = InFlightBatch(0, register_again=workers.register_again)
     return lookups._ask(ticket, True, time.perf_counter())
 
@@ -100,7 +103,7 @@ def test_a_batch_that_is_given_up_meanwhile_is_not_registered_again() -> None:
         return int(workers.register_again(why))
 
     ticket = InFlightBatch(0, register_again=register_and_give_up)
-    lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None)
+    lookups = Lookups(workers, InFlightTracker(workers), True, lambda: None, ANY_ORDER)
     found: Any = lookups._ask(ticket, True, time.perf_counter())
     assert found == "lookup"
 

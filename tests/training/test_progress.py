@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from persia._rpc.messages import StreamOpening
 from persia._training.checkpoint import serialized
+from persia._training.loader_streams import LoaderStream
 from persia._training.progress import (
     Plain,
     Progress,
@@ -21,8 +22,8 @@ from persia._training.progress import (
     of_one_pass,
     to_position,
 )
-from persia._training.receiver import LoaderStream
 from persia.errors import CheckpointError
+from tests.support.fixtures import Log
 
 
 @given(st.permutations(list(range(12))), st.integers(0, 12), st.integers(1, 4))
@@ -125,13 +126,30 @@ def test_passes_are_counted_as_they_end_or_are_left() -> None:
     assert progress.snapshot()["passes"] == 2
 
 
+def test_between_two_epochs_the_position_is_the_beginning_of_the_next() -> None:
+    end = to_position("stream", 1, {0: Watermark(5)})
+    following = {**end, "epoch": 1, "begins": {"0": 5}}
+    progress, source = Progress(), partial(of_two_ranks, 3)
+    progress.begin(source)
+    progress.end(source, end, following)
+    there = progress.snapshot()
+    assert (there["passes"], there["position"], there["before"]) == (1, following, end)
+    assert progress.resumed("stream") is None  # this process has its streams
+    resumed = Progress()
+    resumed.resume(there["passes"], there["position"], there["next_number"])
+    assert resumed.resumed("stream") == following
+    assert (resumed.where().passes, resumed.where().batches) == (1, 0)
+    progress.begin(partial(of_two_ranks, 4))
+    assert progress.snapshot()["position"] == of_two_ranks(4)
+
+
 def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     progress, source = Progress(), partial(of_dataset, 5)
     progress.begin(source)
-    progress.mark_done(8, None)
+    progress.mark_done(8, None, 16)
     there = torch.load(io.BytesIO(serialized(progress.snapshot())), weights_only=True)
     resumed = Progress()
-    resumed.resume(there["passes"], there["position"], there["next_number"])
+    resumed.resume(there["passes"], there["position"], there["next_number"], there["size"])
     assert resumed.snapshot() == progress.snapshot()
     assert (resumed.where().passes, resumed.where().batches) == (0, 5)
     with pytest.raises(CheckpointError, match="pass over a dataset"):
@@ -140,3 +158,31 @@ def test_a_position_is_kept_until_a_pass_takes_it_over() -> None:
     resumed.end(source)  # another's
     resumed.begin(source)
     assert resumed.resumed("dataset") is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "warns"),
+    [
+        ([16, 16], False),
+        ([7], False),  # the last batch of the pass
+        ([7, 16], False),  # updates end in any order
+        ([32], True),
+        ([8, 8], True),
+    ],
+)
+def test_batches_of_another_size_after_a_resume_are_warned_of(
+    sizes: list[int], warns: bool, caplog: Log
+) -> None:
+    progress = Progress()
+    progress.begin(partial(of_dataset, 5))
+    for number, size in enumerate([16, 16, 3]):
+        progress.mark_done(number, None, size)
+    there = progress.snapshot()
+    assert there["size"] == 16
+    resumed = Progress()
+    resumed.resume(there["passes"], there["position"], there["next_number"], there["size"])
+    for number, size in enumerate([*sizes, *sizes], 3):
+        if number == 3 + len(sizes):
+            resumed.end(partial(of_dataset, 5), is_empty=True)  # the next pass may have any
+        resumed.mark_done(number, None, size)
+    assert caplog.text.count("those before the checkpoint had 16") == warns
