@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -49,7 +49,10 @@ _BLOCK_KIND = b"PRSBAT01"
 
 def _check_name(name: object) -> str:
     if not isinstance(name, str):
-        raise DataTypeError(f"expected a str as feature name, got {type(name).__name__}")
+        raise DataTypeError(
+            f"expected a str as feature name, got {type(name).__name__}; the name comes first, "
+            "as in IDTypeFeature('user', ids)"
+        )
     if not name:
         raise DataError("expected a feature name, got ''")
     return name
@@ -59,14 +62,17 @@ def _items(what: str, given: Any, *kinds: type) -> tuple[Any, ...]:
     """Return a list's items, which are of these classes."""
     if given is None:
         return ()
-    if not isinstance(given, Iterable):
-        raise DataTypeError(f"{what}: expected a list, got {type(given).__name__}")
+    first = kinds[0].__name__
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+        todo = "put it into a list" if isinstance(given, kinds) else f"[{first}(...)] is one"
+        raise DataTypeError(f"{what}: expected a list, got {type(given).__name__}; {todo}")
     items = tuple(given)
     for number, item in enumerate(items):
         if not isinstance(item, kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
+            todo = f"; make it by {first}(...)" if hasattr(item, "dtype") else ""
             raise DataTypeError(
-                f"{what}[{number}]: expected {expected}, got {type(item).__name__}"
+                f"{what}[{number}]: expected {expected}, got {type(item).__name__}{todo}"
             )
     return items
 
@@ -90,7 +96,8 @@ class IDTypeFeature:
 
     Args:
         name: The feature's name, as in the embedding config.
-        data: One 1-D array of uint64 per sample.
+        data: One 1-D array of uint64 per sample. Other integers, and torch tensors in CPU
+            memory, are taken too; signed ids keep their bits: -1 is 2**64 - 1.
         weights: One 1-D array of float32 per sample, as long as its ids; the feature's rows
             are multiplied by them before they are summed, and so are their gradients. Only
             for slots that are pooled by sum. None: each id counts once.
@@ -112,14 +119,24 @@ class IDTypeFeature:
     def __init__(
         self,
         name: str,
-        data: Sequence[NDArray[np.uint64]] | NDArray[Any],
+        data: Any,
         weights: Sequence[NDArray[np.float32]] | NDArray[Any] | None = None,
     ) -> None:
         self.name = _check_name(name)
         samples, own = _samples(data), _samples(weights)
-        self.feature_batch = FeatureBatch.from_list(name, samples, own)  # checks all of it
         self._data: Sequence[NDArray[np.uint64]] = samples
         self._csr: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
+        refused: DataTypeError | None = None
+        try:
+            self.feature_batch = FeatureBatch.from_list(name, samples, own)  # checks all of it
+        except DataTypeError as exc:
+            refused = exc  # handled below: what is raised there is not "during" this one
+        if refused is not None:
+            self._csr = _own_samples(name, samples, refused)
+            if own is None:
+                self.feature_batch = FeatureBatch.from_csr(name, *self._csr)
+            else:  # whose weights are a list too
+                self.feature_batch = FeatureBatch.from_list(name, list(self.data), own)
 
     @classmethod
     def from_csr(
@@ -133,14 +150,19 @@ class IDTypeFeature:
 
         Args:
             name: The feature's name.
-            values: Ids u64 [N], sample after sample.
+            values: Ids u64 [N], sample after sample; signed ones keep their bits as i64.
             offsets: int32, int64 or uint32 [B + 1], ascending from 0 to N: sample ``b``
                 holds ``values[offsets[b]:offsets[b + 1]]``.
             weights: The weight of each id, float32 [N]; None: each counts once.
         """
         feature = cls.__new__(cls)
         feature.name = _check_name(name)
-        feature.feature_batch = FeatureBatch.from_csr(name, values, offsets, weights)
+        if isinstance(values, np.ndarray) and values.dtype.kind == "i" and values.ndim == 1:
+            values = bits_of(name, values)
+        try:
+            feature.feature_batch = FeatureBatch.from_csr(name, values, offsets, weights)
+        except DataError as exc:
+            raise _explained(exc, values, offsets) from None
         feature._data, feature._csr = [], (values, offsets)
         return feature
 
@@ -158,26 +180,27 @@ class IDTypeFeature:
 
         Args:
             name: The feature's name.
-            values: Ids [N], int64 or uint64. Signed ids keep their bits: -1 is 2**64 - 1.
+            values: Ids [N] of an integer dtype. Signed ids keep their bits: -1 is 2**64 - 1.
             offsets: int32 or int64 [B + 1], ascending from 0 to N; or else
             lengths: int32 or int64 [B], the number of ids of each sample.
             weights: The weight of each id, float32 [N]; None: each counts once.
         """
-        ids = _from_torch(_check_name(name), "values", values)
-        if isinstance(ids, np.ndarray) and ids.dtype == np.int64:
-            ids = ids.view(np.uint64)
+        where = f"feature {_check_name(name)!r}"
+        ids = _from_torch(where, "values", values)
         if (offsets is None) is (lengths is None):
             both = "neither" if offsets is None else "both"
-            raise DataError(f"feature {name!r}: expected offsets or lengths, got {both}")
-        if lengths is not None:
-            offsets = _offsets_of(name, _from_torch(name, "lengths", lengths))
-        offsets = _from_torch(name, "offsets", offsets)
-        if getattr(weights, "requires_grad", False):
             raise DataError(
-                f"feature {name!r}: expected weights that need no gradient, which none is "
-                "given to; call .detach() on them"
+                f"feature {name!r}: expected offsets, or lengths as TorchRec's, got {both}"
             )
-        return cls.from_csr(name, ids, offsets, _from_torch(name, "weights", weights))
+        if lengths is not None:
+            offsets = _offsets_of(name, _from_torch(where, "lengths", lengths))
+            if isinstance(ids, np.ndarray) and offsets[-1] != ids.size:
+                raise DataError(
+                    f"{where}: expected lengths that sum to {ids.size}, the ids given, got "
+                    f"{offsets[-1]}"
+                )
+        offsets = _from_torch(where, "offsets", offsets)
+        return cls.from_csr(name, ids, offsets, _from_torch(where, "weights", weights))
 
     @classmethod
     def from_arrow(cls, name: str, list_array: Any) -> IDTypeFeature:
@@ -208,7 +231,8 @@ class IDTypeFeatureWithSingleID:
 
     Args:
         name: The feature's name, as in the embedding config.
-        data: Ids u64 [B]; an array with gaps, such as a column of a matrix, is copied.
+        data: Ids u64 [B]; an array with gaps, such as a column of a matrix, is copied. Other
+            integers and tensors are taken as ``IDTypeFeature`` takes them.
 
     Example:
         >>> import numpy as np
@@ -216,10 +240,17 @@ class IDTypeFeatureWithSingleID:
         2
     """
 
-    def __init__(self, name: str, data: NDArray[np.uint64]) -> None:
+    def __init__(self, name: str, data: Any) -> None:
         self.name = _check_name(name)
-        self.data = data
-        self.feature_batch = FeatureBatch.from_single(name, data)
+        refused: DataTypeError | None = None
+        try:
+            self.feature_batch = FeatureBatch.from_single(name, data)
+        except DataTypeError as exc:
+            refused = exc
+        if refused is not None:
+            data = _own_ids(name, data, refused)
+            self.feature_batch = FeatureBatch.from_single(name, data)
+        self.data: NDArray[np.uint64] = data
 
     @property
     def batch_size(self) -> int:
@@ -231,8 +262,8 @@ class NdarrayDataBase:
     """An array with one entry per sample, which becomes a tensor of the same dtype.
 
     Args:
-        data: Array [B, ...] of bool, an integer or a float dtype that torch has; an array
-            with gaps is copied.
+        data: Array [B, ...] of bool, an integer or a float dtype that torch has, or a torch
+            tensor in CPU memory; one with gaps is copied.
         name: Its name; the class's ``DEFAULT_NAME`` if not given.
 
     The array is not copied: do not write to it before its batch is consumed.
@@ -241,14 +272,16 @@ class NdarrayDataBase:
     DEFAULT_NAME: ClassVar[str] = "ndarray_base"
     _WHAT: ClassVar[str] = "data"
 
-    def __init__(self, data: NDArray[Any], name: str | None = None) -> None:
+    def __init__(self, data: Any, name: str | None = None) -> None:
         self._name = name if name is None else _check_name(name)
-        given: object = data
+        given: object = _from_torch(f"{self._WHAT} {self.name!r}", "data", data)
         # A masked array would lose its mask on the way.
         if not isinstance(given, np.ndarray) or isinstance(given, np.ma.MaskedArray):
             raise DataTypeError(
-                f"{self._WHAT} {self.name!r}: expected a numpy array, got {type(data).__name__}"
+                f"{self._WHAT} {self.name!r}: expected a numpy array, got "
+                f"{type(data).__name__}{_to_array(given)}"
             )
+        data = given
         if data.ndim < 1:
             raise DataTypeError(
                 f"{self._WHAT} {self.name!r}: expected at least 1 dimension, got {data.ndim}"
@@ -262,9 +295,12 @@ class NdarrayDataBase:
         dtype = data.dtype
         is_plain = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.isnative
         if not is_plain or dtype.isbuiltin == 2:
+            todo = "; .astype(np.float32) makes numbers of it"
+            if any(isinstance(value, str | bytes) for value in data.flat):
+                todo = "; texts are ids: IDTypeFeatureWithSingleID(name, hash_text(texts))"
             raise DataTypeError(
                 f"{self._WHAT} {self.name!r}: expected a dtype of bool, or of integers or "
-                f"floats of at most 64 bits; got {dtype}"
+                f"floats of at most 64 bits, got {dtype}{todo}"
             )
 
     @property
@@ -308,9 +344,7 @@ class NonIDTypeFeature(NdarrayDataBase):
         if data.dtype.kind != "f" or self.name in self._warned:
             return
         # A model may know what to do with NaN, so it is no error; most make the loss NaN by it.
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = np.add.reduce(data, axis=None, dtype=np.float64)
-        if not np.isfinite(total) and (found := _not_finite(data)):
+        if found := _not_finite(data):
             self._warned.add(self.name)
             logger.warning(
                 "dense feature %r: %s of a batch; unless the model expects it, the loss and "
@@ -327,15 +361,16 @@ class PersiaBatch:
 
     Args:
         id_type_features: Id features, at least one, each name once.
-        non_id_type_features: Dense features.
-        labels: Labels.
+        non_id_type_features: Dense features, each name once if they have names.
+        labels: Labels, likewise. ``[]`` is for a loss that needs none.
         batch_size: Number of samples; that of the first id feature if not given.
         requires_grad: Whether embeddings shall be trained by this batch.
         meta: Bytes that travel along.
 
     Raises:
         DataTypeError: If an argument is of another type.
-        DataError: If parts do not fit together, or gradients are asked for without a label.
+        DataError: If parts do not fit together, two of a kind have one name, or labels are
+            None where gradients are asked.
 
     Example:
         >>> import numpy as np
@@ -365,20 +400,25 @@ class PersiaBatch:
         )
         if not ids:
             raise DataError("id_type_features: expected at least one, got none")
-        dense = _items("non_id_type_features", non_id_type_features, NdarrayDataBase)
+        dense = _items(
+            "non_id_type_features", non_id_type_features, NonIDTypeFeature, NdarrayDataBase
+        )
         targets = _items("labels", labels, Label)
         if meta is not None and not isinstance(meta, bytes):
             raise DataTypeError(
                 f"meta: expected bytes, got {type(meta).__name__}; encode it first"
             )
-        if requires_grad and not targets:
+        if requires_grad and labels is None:
             raise DataError(
                 "labels: expected a label where gradients are asked, got none; pass "
-                "labels=[Label(...)], or requires_grad=False for evaluation"
+                "labels=[Label(...)], labels=[] if the loss needs none, or "
+                "requires_grad=False for evaluation"
             )
         self.features: tuple[FeatureBatch, ...] = tuple(
             each if isinstance(each, FeatureBatch) else each.feature_batch for each in ids
         )
+        _check_once(dense)
+        _check_once(targets)
         self._batch_size = _common_size(self.features, (*dense, *targets), batch_size)
         self._dense: tuple[NdarrayDataBase, ...] = dense
         self._labels: tuple[Label, ...] = targets
@@ -485,6 +525,19 @@ class PersiaBatch:
         return batch
 
 
+def _check_once(arrays: Sequence[NdarrayDataBase]) -> None:
+    """Refuse two arrays of one name; those without one share their class's default."""
+    names: set[str] = set()
+    for item in arrays:
+        if item._name in names and item._name != item.DEFAULT_NAME:
+            raise DataError(
+                f"{item._WHAT} {item._name!r}: expected once in a batch, got twice; give the "
+                "other a name of its own"
+            )
+        if item._name is not None:
+            names.add(item._name)
+
+
 def _common_size(
     features: Sequence[FeatureBatch], arrays: Sequence[NdarrayDataBase], batch_size: int | None
 ) -> int:
@@ -492,7 +545,10 @@ def _common_size(
     names: set[str] = set()
     for feature in features:
         if feature.name in names:
-            raise DataError(f"feature {feature.name!r}: expected once in a batch, got twice")
+            raise DataError(
+                f"feature {feature.name!r}: expected once in a batch, got twice; give the "
+                "other a name of its own, and both a feature group if they share rows"
+            )
         names.add(feature.name)
     source = "batch_size"
     if batch_size is None:
@@ -534,23 +590,155 @@ def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
     return edges_of(lengths)
 
 
-def _from_torch(name: str, what: str, value: Any) -> Any:
+def _from_torch(where: str, what: str, value: Any) -> Any:
     """Return the memory of a torch tensor as an array; anything else as it is."""
-    if type(value).__module__.split(".")[0] != "torch" or not hasattr(value, "detach"):
+    if not _is_tensor(value):
         return value
     if value.device.type != "cpu":
         raise DataTypeError(
-            f"feature {name!r}: expected {what} in CPU memory, got {value.device}; "
-            "call .cpu() on it"
+            f"{where}: expected {what} in CPU memory, got {value.device}; call .cpu() on it"
+        )
+    if value.requires_grad:
+        raise DataError(
+            f"{where}: expected {what} that need no gradient, as none is given to them; call "
+            ".detach() on them"
         )
     try:
-        return value.detach().numpy()
-    except (TypeError, RuntimeError) as exc:
+        return value.numpy()
+    except (TypeError, RuntimeError):
+        kinds = {"weights": "float32", "data": "a dtype that numpy has"}
+        todo = "" if what == "ids" else "; call .float() on it"
+        if value.is_sparse:
+            todo = "; call .to_dense() on it"
         raise DataTypeError(
-            f"feature {name!r}: expected {what} as a dense tensor of "
-            f"{'float32' if what == 'weights' else 'integers'}, "
-            f"got {value.dtype} with layout {value.layout}"
-        ) from exc
+            f"{where}: expected {what} as a dense tensor of {kinds.get(what, 'integers')}, "
+            f"got {value.dtype} with layout {value.layout}{todo}"
+        ) from None
+
+
+def _explained(error: DataError, values: Any, offsets: Any) -> DataError:
+    """Return an error, with what to write for offsets as ``nn.EmbeddingBag`` takes them."""
+    last = offsets[-1] if isinstance(offsets, np.ndarray) and offsets.size else None
+    if isinstance(error, DataTypeError) or last is None or not last < np.size(values):
+        return error
+    return DataError(
+        f"{error}; the last is the number of ids, which nn.EmbeddingBag leaves out: append it"
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
+
+
+# --- what users give in place of arrays of uint64 ---------------------------------------------
+
+_warned_of_minus_one: set[str] = set()  # features
+_NO_VALUES = frozenset(("None", "nan", "<NA>", "NaT"))  # as texts: pandas is not imported
+_LEAVE_OUT = "leave missing ids out, a sample of an IDTypeFeature may be empty"
+
+
+def _own_samples(
+    name: str, samples: Any, refused: DataTypeError
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return ids and where each sample begins, of what a ``FeatureBatch`` refused."""
+    if _is_tensor(samples):
+        samples = _from_torch(f"feature {name!r}", "ids", samples)
+        samples = list(samples) if samples.ndim == 2 else samples
+    if isinstance(samples, np.ndarray) or _are_numbers(samples):
+        raise DataTypeError(
+            f"{refused}; one id for each sample is for IDTypeFeatureWithSingleID"
+        )
+    if not isinstance(samples, list | tuple):
+        raise refused
+    # All at once: one by one, thousands of small arrays take milliseconds.
+    try:
+        arrays = samples if type(samples[0]) is np.ndarray else [x.numpy() for x in samples]
+        ids = np.concatenate(arrays)
+        is_fit = ids.ndim == 1 and ids.dtype.kind in "iu"
+    except Exception:  # of whatever is in it
+        is_fit = False
+    if not is_fit:  # the first that cannot be used is named here
+        arrays = [_from_torch(f"feature {name!r}", "ids", sample) for sample in samples]
+        none = np.empty(0, np.uint64)  # in place of those that can
+        try:
+            pairs = zip(arrays, samples, strict=True)
+            FeatureBatch.from_list(name, [none if _are_ids(x) else own for x, own in pairs])
+        except DataTypeError as exc:
+            refused = exc
+        arrays = [_own_ids(name, ids, refused) for ids in arrays]
+        ids = np.concatenate(arrays)
+    edges = edges_of(np.fromiter(map(len, arrays), np.int64, len(arrays)))
+    return _own_ids(name, ids, refused), edges
+
+
+def _are_numbers(samples: Any) -> bool:
+    is_list = isinstance(samples, list | tuple) and len(samples) > 0
+    return is_list and isinstance(samples[0], int | np.integer)
+
+
+def _are_ids(ids: Any) -> bool:
+    return type(ids) is np.ndarray and ids.ndim == 1 and ids.dtype.kind in "iu"
+
+
+def _own_ids(name: str, ids: Any, refused: DataTypeError) -> NDArray[np.uint64]:
+    """Return ids of another integer dtype, or of a tensor, as u64; or raise ``refused``."""
+    if type(ids) is not np.ndarray:
+        ids = _from_torch(f"feature {name!r}", "ids", ids)
+    if type(ids) is not np.ndarray or ids.dtype.kind == "O":
+        raise DataTypeError(f"{refused}{_of_missing(ids)}")
+    kind = ids.dtype.kind
+    if _are_ids(ids):
+        return bits_of(name, ids)
+    hint = ""
+    if kind == "f":
+        hint = (
+            f"; NaN is no id: {_LEAVE_OUT}, and read the others as integers"
+            if np.isnan(ids).any()
+            else "; floats lose ids above 2**53: read them as integers"
+        )
+    elif ids.ndim == 2 and kind in "iu":
+        hint = (
+            "; .reshape(-1) makes one of a matrix of one column, "
+            f"IDTypeFeature({name!r}, list(ids)) takes several ids a sample"
+        )
+    raise DataTypeError(f"{refused}{hint}")
+
+
+def _of_missing(ids: Any) -> str:
+    """Say what to do with None, NaN and pandas' NA, if there are such among ids."""
+    try:
+        values = np.asarray(ids).flat
+    except Exception:  # of whatever was given
+        return ""
+    missing = next((each for each in map(str, values) if each in _NO_VALUES), None)
+    return f"; {missing} is no id: {_LEAVE_OUT}" if missing else ""
+
+
+def bits_of(name: str, ids: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return integers as u64; signed ones by the bits that they have as i64."""
+    if ids.dtype.kind == "u":
+        return ids.astype(np.uint64, copy=False)
+    ids = ids.astype(np.int64, copy=False)
+    # ``count_nonzero`` takes a fifth of the time of ``any`` for a request's few ids.
+    if name not in _warned_of_minus_one and np.count_nonzero(ids == -1):
+        _warned_of_minus_one.add(name)
+        logger.warning(
+            "feature %r: -1 is taken as an id like any other, 2**64 - 1; if it stands for a "
+            "missing one, leave it out: a sample of an IDTypeFeature may be empty (said once)",
+            name,
+        )
+    return ids.view(np.uint64)
+
+
+def _to_array(given: Any) -> str:
+    """Say what to type for a dense array that came as something else."""
+    package = type(given).__module__.split(".")[0]
+    if package in ("pandas", "polars"):
+        return "; .to_numpy() makes one of it"
+    if package == "pyarrow":
+        return "; .to_numpy(zero_copy_only=False) makes one of it"
+    is_list = isinstance(given, list | tuple | int | float | np.generic)
+    return "; np.asarray(data, np.float32) makes one of it" if is_list else ""
 
 
 def edges_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
@@ -571,11 +759,14 @@ def flat_list(array: Any) -> tuple[Any, NDArray[np.int64]]:
     return ids, offsets
 
 
-def _from_arrow(name: str, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def _from_arrow(name: str, array: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return ids and offsets of an Arrow list array; ids without a copy if it can be done."""
     expected = f"feature {name!r}: expected an Arrow list array of uint64 or int64"
     if type(array).__module__.split(".")[0] != "pyarrow":
-        raise DataTypeError(f"{expected}, got {type(array).__name__}")
+        raise DataTypeError(
+            f"{expected}, got {type(array).__name__}; IDTypeFeature({name!r}, samples) takes a "
+            "list of numpy arrays"
+        )
     import pyarrow as pa
 
     if isinstance(array, pa.ChunkedArray):
@@ -595,4 +786,4 @@ def _from_arrow(name: str, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.i
         place = int(np.argmin(ids.is_valid().to_numpy(zero_copy_only=False)))
         sample = int(np.searchsorted(offsets, place, side="right")) - 1
         raise DataError(f"feature {name!r}: expected ids, got a null in sample {sample}")
-    return ids.to_numpy().view(np.uint64), offsets
+    return ids.to_numpy(), offsets

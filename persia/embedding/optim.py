@@ -6,13 +6,21 @@ is a ConfigError when the object is made, by the code that will use it.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from persia import _context_stack
+from persia import _context_stack, _deprecated
 from persia._core.kernels.optim import complete
 from persia._rpc.messages import OptimizerSettings
 from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "FTRL",
@@ -29,14 +37,40 @@ __all__ = [
 
 @dataclass(eq=False, repr=False)
 class Optimizer:
-    """Base of the optimizers of embedding rows."""
+    """Base of the optimizers of embedding rows.
+
+    To set an option while a TrainCtx with this optimizer is entered is a ConfigError.
+    """
 
     name: ClassVar[str]
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        """Refuse parameters, which torch's optimizers take first, before they seem to be lr."""
+        if given and isinstance(given[0], Iterable) and not isinstance(given[0], str):
+            raise ConfigError(
+                f"{cls.__name__}: expected options only, as it steps rows of the servers, got "
+                f"{type(given[0]).__name__}; write {cls.__name__}(lr=0.1), and give "
+                "model.parameters() to the dense_optimizer"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if type(self) is Optimizer:
             raise TypeError("expected one of the optimizers, such as Adagrad(), got their base")
         self.settings()
+
+    def __setattr__(self, option: str, value: object) -> None:
+        """Refuse what would have no effect: servers got the options when a TrainCtx began."""
+        for ctx in _context_stack.entered():
+            if getattr(ctx, "embedding_optimizer", None) is self:
+                todo = f"write ctx.set_lr({value!r})"
+                if option != "lr":
+                    todo = "make another one and call its apply(), or set it outside"
+                raise ConfigError(
+                    f"{type(self).__name__}.{option}: expected no change inside the `with` of "
+                    f"its TrainCtx, as servers have the options already; {todo}"
+                )
+        super().__setattr__(option, value)
 
     def options(self) -> dict[str, float | bool]:
         """Return every option by the name that servers know; ``betas`` are two of theirs."""
@@ -46,7 +80,9 @@ class Optimizer:
             try:
                 options["beta1"], options["beta2"] = betas
             except (TypeError, ValueError):
-                raise ConfigError(f"betas: expected two numbers, got {betas!r}") from None
+                raise ConfigError(
+                    f"betas: expected two numbers, as (0.9, 0.999), got {betas!r}"
+                ) from None
         return options
 
     def settings(self) -> OptimizerSettings:
@@ -115,15 +151,15 @@ class Adam(Optimizer):
 
 @dataclass(eq=False, repr=False)
 class Adagrad(Optimizer):
-    """Adagrad, as ``torch.optim.Adagrad``.
+    """Adagrad, as ``torch.optim.Adagrad``, and with its defaults.
 
-    The default of ``initial_accumulator_value`` is the original's. A gradient of a mean loss
-    is far smaller than its root, so rows then move almost as with SGD: on click data
-    ``1e-8`` gained 0.005 AUC and more.
+    The original's sum began with 0.01. A gradient of a mean loss is far smaller than the root
+    of that, so rows then move almost as with SGD: on click data it cost 0.005 AUC and more.
 
     Args:
         lr: Learning rate.
-        initial_accumulator_value: What the sum of squares of a new row begins with.
+        initial_accumulator_value: What the sum of squares of a new row begins with; above 0
+            with ``original_order``.
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
         g_square_momentum: Factor on the old sum before a square is added; 1 never forgets.
         eps: Added to the root of the sum.
@@ -136,24 +172,40 @@ class Adagrad(Optimizer):
     name = "adagrad"
 
     lr: float = 1e-2
-    initial_accumulator_value: float = 1e-2
+    initial_accumulator_value: float = 0
     weight_decay: float = 0
     g_square_momentum: float = 1
     eps: float = 1e-10
     vectorwise_shared: bool = False
     original_order: bool = False
 
+    def settings(self) -> OptimizerSettings:
+        """Return the optimizer as it is sent to servers."""
+        if _deprecated.used and self.initial_accumulator_value == 0:
+            _log_new_default()
+        return super().settings()
+
+
+@functools.cache
+def _log_new_default() -> None:
+    """Log, once, what a script that was written for the original trains with now."""
+    logger.warning(
+        "Adagrad begins with initial_accumulator_value=0, as torch's does; in the PERSIA that "
+        "had %s it began with 0.01: pass that for its numbers (docs/moving-from-old-persia.md)",
+        min(_deprecated.used),
+    )
+
 
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one sum per row: ``Adagrad(vectorwise_shared=True)`` by its peers' name.
 
-    This is FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, where ``initial_accumulator_value`` is 0.
+    This is FBGEMM's ``EXACT_ROWWISE_ADAGRAD``.
     """
 
     def __init__(
         self,
         lr: float = 1e-2,
-        initial_accumulator_value: float = 1e-2,
+        initial_accumulator_value: float = 0,
         weight_decay: float = 0,
         eps: float = 1e-10,
     ) -> None:

@@ -24,6 +24,7 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
+from persia.embedding.text_ids import hash_text
 from persia.errors import DataError, DataTypeError, ProtocolError
 from tests.support.fixtures import Log, Monkey
 from tests.support.profiles import tries
@@ -89,11 +90,11 @@ def test_w39_data_with_gaps_is_copied() -> None:
         ([1.0], "label 'y': expected a numpy array, got list"),
         (np.ma.masked_array([1.0], [True]), "label 'y': .* got MaskedArray"),
         (np.array(1.0), "label 'y': expected at least 1 dimension, got 0"),
-        (np.array(["a"]), "label 'y': expected a dtype of bool, .* 64 bits; got <U1"),
-        (np.array([None]), "label 'y': expected a dtype.*; got object"),
-        (np.array([1j]), "label 'y': expected a dtype.*; got complex128"),
+        (np.array(["a"]), "label 'y': expected a dtype of bool, .* 64 bits, got <U1"),
+        (np.array([None]), "label 'y': expected a dtype.*, got object"),
+        (np.array([1j]), "label 'y': expected a dtype.*, got complex128"),
         (np.array([1], "M8[s]"), "label 'y': expected a dtype"),
-        (np.array([1.0], ">f4"), "label 'y': expected a dtype.*; got >f4"),
+        (np.array([1.0], ">f4"), "label 'y': expected a dtype.*, got >f4"),
         (np.array([1.0], np.longdouble), "label 'y': expected a dtype"),
     ],
 )
@@ -166,11 +167,29 @@ def test_w22_a_feature_given_twice() -> None:
         PersiaBatch([users(), users()], labels=[label()])
 
 
+def test_an_array_given_twice() -> None:
+    dense = [NonIDTypeFeature(np.zeros((3, 1), np.float32), "price") for _ in range(2)]
+    with pytest.raises(DataError, match=r"^dense feature 'price': expected once .* got twice"):
+        PersiaBatch([users()], dense, [label()])
+    with pytest.raises(DataError, match=r"^label 'click': expected once in a batch, got twice"):
+        PersiaBatch([users()], None, [Label(np.zeros((3, 1)), "click") for _ in range(2)])
+    # A label may have the name of a dense feature, and those without one share the default.
+    unnamed = [NonIDTypeFeature(np.zeros((3, 1), np.float32)) for _ in range(2)]
+    named = NonIDTypeFeature(unnamed[0].data, unnamed[0].name)
+    labels = [label(), label(), Label(np.zeros((3, 1)), "price")]
+    batch = PersiaBatch([users()], [*unnamed, named, named, dense[0]], labels)
+    assert len(PersiaBatch.from_bytes(batch.to_bytes()).non_id_type_features) == 5
+
+
 def test_gradients_need_a_label() -> None:
     with pytest.raises(RuntimeError, match="expected a label where gradients are asked"):
         PersiaBatch([users()])
-    with pytest.raises(DataError, match="expected a label where gradients are asked"):
-        PersiaBatch([users()], labels=[])
+
+
+def test_a_loss_may_need_no_label() -> None:
+    batch = PersiaBatch([users()], labels=[])
+    again = PersiaBatch.from_bytes(batch.to_bytes())
+    assert (again.requires_grad, again.labels) == (True, [])
 
 
 @pytest.mark.parametrize(
@@ -460,12 +479,12 @@ U64 = np.array([1, 2], np.uint64)
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: IDTypeFeature("f", [U64, np.array([1])]), "'f'.*sample 1.*uint64.*int64"),
+        (lambda: IDTypeFeature("f", [U64, np.array([1.0])]), "'f'.*sample 1.*uint64.*float64"),
         (lambda: IDTypeFeature("f", np.array(3, np.uint64)), "'f'.*uint64"),
-        (lambda: IDTypeFeatureWithSingleID("f", np.array([1, 2])), "'f'.*uint64.*int64"),
+        (lambda: IDTypeFeatureWithSingleID("f", np.array([1, 2]) > 1), "'f'.*uint64.*bool"),
         (lambda: IDTypeFeatureWithSingleID(3, U64), "str as feature name, got int"),  # type: ignore[arg-type]
-        (lambda: csr("f", np.array([1, 2]), OFFSETS), "'f'.*values"),
-        (lambda: jagged("f", torch.ones(2, dtype=torch.int32), OFFSETS), "'f'.*values.*int32"),
+        (lambda: csr("f", np.array([1.0, 2]), OFFSETS), "'f'.*values"),
+        (lambda: jagged("f", torch.ones(2), OFFSETS), "'f'.*values.*float32"),
         (lambda: jagged("f", VALUES, lengths=np.diff(OFFSETS) * 1.0), "'f'.*lengths.*float64"),
         (lambda: jagged("f", VALUES, lengths=[1]), "lengths.*got list"),
         (lambda: jagged("f", VALUES, lengths=memoryview(b"\x01")), "lengths.*got memoryview"),
@@ -488,10 +507,14 @@ def test_w05_ids_of_another_type_are_refused(build: Callable[[], Any], message: 
     [
         (lambda: IDTypeFeature("", SAMPLES), "expected a feature name, got ''"),
         (lambda: csr("f", VALUES, OFFSETS + 1), "'f'.*offsets"),
-        (lambda: jagged("f", VALUES), "expected offsets or lengths, got neither"),
-        (lambda: jagged("f", VALUES, OFFSETS, lengths=np.diff(OFFSETS)), "lengths, got both"),
+        (lambda: jagged("f", VALUES), "expected offsets, or lengths .*, got neither"),
+        (
+            lambda: jagged("f", VALUES, OFFSETS, lengths=np.diff(OFFSETS)),
+            "or lengths .*, got both",
+        ),
         (lambda: jagged("f", VALUES, lengths=np.array([8, -1])), "'f'.*offsets"),
-        (lambda: jagged("f", VALUES, lengths=np.array([6])), "'f'.*offsets"),
+        (lambda: jagged("f", VALUES, lengths=np.array([6])), "'f'.*sum to 7, the ids.*got 6"),
+        (lambda: jagged("f", VALUES, OFFSETS[:-1]), "'f'.*offsets.*nn.EmbeddingBag leaves out"),
         (lambda: of_arrow("f", arrow([[1], [], [2, None]])), "'f'.*got a null in sample 2"),
         (lambda: of_arrow("f", pa.chunked_array([arrow(), arrow()])), "'f'.*one chunk, got 2"),
     ],
@@ -504,21 +527,132 @@ def test_w05_ids_of_another_form_are_refused(build: Callable[[], Any], message: 
 def test_w05_checks_that_memory_hangs_on_cannot_be_skipped(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("PERSIA_SKIP_CHECK_DATA", "1")
     with pytest.raises(DataTypeError, match="sample 1"):
-        IDTypeFeature("f", [U64, np.array([1])])
+        IDTypeFeature("f", [U64, np.array([1.0])])
     with pytest.raises(DataTypeError, match="'f'"):
         IDTypeFeatureWithSingleID("f", np.array([1.0]))
 
 
 def test_ids_of_floats_are_not_rounded_by_advice() -> None:
-    with pytest.raises(DataTypeError, match=r"got float64 of 1 dimension$"):
+    with pytest.raises(DataTypeError, match=r"float64 of 1 dimension; floats lose ids"):
         IDTypeFeatureWithSingleID("clicks", np.array([1.5]))
+    with pytest.raises(DataTypeError, match=r"NaN is no id: leave missing ids out"):
+        IDTypeFeatureWithSingleID("clicks", np.array([1.0, np.nan]))
 
 
 SINGLE = IDTypeFeatureWithSingleID
+
+# By their bits as int64 they are the ids 1, 2**64 - 1 and 3.
+SIGNED = [np.array([1, -1]), np.array([], np.int64), np.array([3])]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        SIGNED,
+        tuple(SIGNED),
+        [one.astype(np.int8) for one in SIGNED],
+        [one.astype(np.int32) for one in SIGNED],
+        [one.astype(">i8") for one in SIGNED],
+        [SIGNED[0], SIGNED[1].astype(np.uint64), SIGNED[2].astype(np.uint16)],
+        [torch.from_numpy(one) for one in SIGNED],
+        [torch.from_numpy(one).int() for one in SIGNED],
+        [torch.from_numpy(SIGNED[0]), SIGNED[1], SIGNED[2]],
+    ],
+)
+def test_other_integers_are_ids(samples: Any) -> None:
+    feature = IDTypeFeature("f", samples)
+    assert ids_of(feature.feature_batch) == [[1, 2**64 - 1], [], [3]]
+    assert [one.tolist() for one in feature.data] == [[1, 2**64 - 1], [], [3]]
+    weights = [np.ones(len(one), np.float32) for one in samples]
+    weighted = IDTypeFeature("f", samples, weights)
+    assert ids_of(weighted.feature_batch) == [[1, 2**64 - 1], [], [3]]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, "torch"])
+def test_other_integers_are_single_ids(kind: Any) -> None:
+    ids = torch.tensor([3, 1]) if kind == "torch" else np.array([3, 1], kind)
+    feature = IDTypeFeatureWithSingleID("f", ids)
+    assert ids_of(feature.feature_batch) == [[3], [1]]
+    assert feature.data.dtype == np.uint64
+    rows: Any = (
+        torch.tensor([[3, 1], [3, 3]]) if kind == "torch" else np.array([[3, 1], [3, 3]])
+    )
+    assert ids_of(IDTypeFeature("f", rows).feature_batch) == [[3, 1], [3, 3]]
+
+
+def test_minus_one_is_an_id_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        IDTypeFeatureWithSingleID("padded", np.array([1, -2]))
+        assert "padded" not in caplog.text
+    for _ in range(2):
+        IDTypeFeatureWithSingleID("padded", np.array([1, -1]))
+        jagged("padded", torch.tensor([-1]), lengths=torch.tensor([1]))
+    (line,) = caplog.messages
+    assert line.startswith("feature 'padded': -1 is taken as an id like any other, 2**64 - 1")
+
+
+def test_minus_one_of_arrow_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    feature = IDTypeFeature.from_arrow("of_arrow", pa.array([[1, -1], []]))
+    assert ids_of(feature.feature_batch) == [[1, 2**64 - 1], []]
+    assert [line.split(";")[0] for line in caplog.messages] == [
+        "feature 'of_arrow': -1 is taken as an id like any other, 2**64 - 1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([torch.tensor([1, 2]), [3]], "sample 1: expected .*, got an object of type list"),
+        ([[3], torch.tensor([1, 2])], "sample 0: expected .*, got an object of type list"),
+        ([torch.tensor([1]), np.array([1.5])], "sample 1: .* got float64 .*; floats lose ids"),
+        ([np.array([1]), torch.tensor([1.5])], "sample 1: .* type Tensor; .*floats lose ids"),
+        ([np.array([1]), torch.tensor([1]), "x"], "sample 2: .* got an object of type str"),
+        ([torch.tensor([1]), np.array([[1]])], "sample 1: .* got int64 of 2 dimensions"),
+    ],
+)
+def test_of_a_mix_the_odd_sample_is_named(samples: list[Any], message: str) -> None:
+    with pytest.raises(DataTypeError, match=f"feature 'f', {message}"):
+        IDTypeFeature("f", samples)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.int64, torch.bool])
+def test_tensors_are_dense_features_and_labels(kind: torch.dtype) -> None:
+    tensor = torch.ones(3, 2, dtype=kind)
+    for item in (NonIDTypeFeature(tensor), Label(tensor)):
+        assert item.batch_size == 3
+        assert np.shares_memory(item.data, tensor.numpy())
+    gaps = NonIDTypeFeature(tensor.t())
+    assert gaps.data.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (
+            torch.ones(3, 1, requires_grad=True),
+            r"'y': expected data that need no grad.*detach",
+        ),
+        (
+            torch.ones(3, 1, dtype=torch.bfloat16),
+            r"'y': .*dtype that numpy has, got torch.bf",
+        ),
+        (
+            torch.ones(3, 1, device="meta"),
+            r"'y': .* in CPU memory, got meta; call .cpu",
+        ),
+        ([1.0], r"'y': expected a numpy array, got list; np.asarray\(data, np.float32\) makes"),
+        (pd.Series([1.0]), r"'y': expected a numpy array, got Series; .to_numpy\(\) makes"),
+        (pa.array([1.0]), r"'y': expected a numpy array, got DoubleArray; .to_numpy\(zero"),
+    ],
+)
+def test_what_is_no_dense_data(tensor: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Label(tensor, "y")
+
+
 TO_IDS = "; np.asarray(ids).astype(np.uint64) makes one of it"
-OF_TENSOR = "; .cpu().numpy().astype(np.uint64) makes one of it"
 ONE_D = "sample 0: expected a 1-D numpy array of uint64, got an object of type int"
-HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, object)) >> 8"
+HASH = "; ids are numbers: persia.readers.hash_text(texts) makes them of texts"
 
 
 @pytest.mark.parametrize(
@@ -530,13 +664,15 @@ HASH = "; ids are numbers: hash texts, pandas.util.hash_array(np.asarray(ids, ob
         (SINGLE, pd.Series(["a", "b"]), HASH),
         (SINGLE, pd.Series(["a", "b"], dtype="category"), HASH),
         (SINGLE, pd.Categorical(["a", "b"]), HASH),
-        (SINGLE, torch.tensor([1, 2]), OF_TENSOR),
         (SINGLE, pd.Series([1, 2]), TO_IDS),
         (SINGLE, [1, 2], TO_IDS),
-        (SINGLE, np.array([1, -2]), TO_IDS),
         (IDTypeFeature, [3, 4], ONE_D),
         (IDTypeFeature, ["a", "b"], HASH),
-        (IDTypeFeature, [torch.tensor([1])], OF_TENSOR),
+        (
+            IDTypeFeature,
+            [torch.tensor([1.0])],
+            "Tensor; floats lose ids above 2**53: read",
+        ),
     ],
 )
 def test_w05_ids_of_other_types_are_told_what_to_type(kind: Any, ids: Any, hint: str) -> None:
@@ -548,7 +684,7 @@ def test_w05_ids_of_other_types_are_told_what_to_type(kind: Any, ids: Any, hint:
 
 def test_w05_what_is_typed_after_the_advice_is_taken() -> None:
     column = pd.Series(["a", "b", "a"], dtype="category")
-    (a, b, again) = SINGLE("clicks", pd.util.hash_array(np.asarray(column, object)) >> 8).data
+    (a, b, again) = SINGLE("clicks", hash_text(column)).data
     assert a == again != b
     assert max(a, b) < 1 << 56
     for ids in (torch.tensor([1, 2]), pd.Series([1, 2]), [1, 2]):

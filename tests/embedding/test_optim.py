@@ -12,6 +12,8 @@ import pytest
 from persia import _context_stack
 from persia._core.kernels.optim import OPTIONS, RowOptimizer
 from persia._rpc.messages import OptimizerSettings
+from persia.compat import find
+from persia.embedding import optim
 from persia.embedding.optim import (
     FTRL,
     SGD,
@@ -56,6 +58,7 @@ def test_w14_every_option_is_sent(optimizer: Optimizer, options: dict[str, Any])
 def test_rowwise_adagrad_is_adagrad_with_one_sum_per_row() -> None:
     shared = RowwiseAdagrad(1, 2, 3, 4).settings()
     assert shared == Adagrad(1, 2, 3, 1, 4, vectorwise_shared=True).settings()
+    assert RowwiseAdagrad().settings() == Adagrad(vectorwise_shared=True).settings()
 
 
 OF_BETAS: tuple[Any, ...] = (RowwiseAdam, Lion)
@@ -72,7 +75,7 @@ OF_BETAS: tuple[Any, ...] = (RowwiseAdam, Lion)
         (lambda: SGD(0.1, weight_decay=-1), "weight_decay must be at least 0"),
         (lambda: Adam(betas=(0.9, 1.0)), "adam: beta2 must be below 1"),
         (lambda: Adam(betas=(-0.1, 0.9)), "beta1 must be at least 0"),
-        (lambda: Adam(betas=0.9), "betas: expected two numbers, got 0.9"),  # type: ignore[arg-type]
+        (lambda: Adam(betas=0.9), "betas: expected two numbers, .*, got 0.9"),  # type: ignore[arg-type]
         (lambda: Adam(eps=0), "adam: eps must be above 0"),
         (lambda: Adagrad(initial_accumulator_value=-1), "initial_accumulator_value"),
         (lambda: Adagrad(g_square_momentum=-1), "g_square_momentum"),
@@ -96,6 +99,26 @@ def test_apply_is_of_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
         Adagrad().apply()
 
 
+def test_an_option_cannot_change_where_the_servers_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Trains:
+        embedding_optimizer = Adagrad(lr=0.1)
+
+    optimizer = Trains.embedding_optimizer
+    optimizer.lr = 0.2
+    monkeypatch.setattr(_context_stack, "_entered", [object(), Trains()])
+    with pytest.raises(ConfigError, match=r"^Adagrad\.lr: .* write ctx\.set_lr\(0\.01\)$"):
+        optimizer.lr = 0.01
+    with pytest.raises(ConfigError, match=r"^Adagrad\.eps: .* apply\(\), or set it outside$"):
+        optimizer.eps = 1e-3
+    assert (optimizer.lr, optimizer.eps) == (0.2, 1e-10)
+    Adagrad(lr=0.1).lr = 0.01  # another one
+    monkeypatch.setattr(_context_stack, "_entered", [])
+    optimizer.lr = 0.01
+    assert optimizer.settings().options["lr"] == 0.01
+
+
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.1), Adam(), Adagrad(), RowwiseAdam(), RMSprop(), FTRL(), Lion()]
 )
@@ -108,3 +131,22 @@ def test_the_core_takes_the_settings_and_has_their_defaults(optimizer: Optimizer
 
 def test_repr_shows_the_options() -> None:
     assert repr(SGD(0.5)) == "SGD(lr=0.5, momentum=0.0, weight_decay=0.0)"
+
+
+def test_a_script_of_old_names_is_warned_of_the_new_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used: set[str] = set()
+    monkeypatch.setattr("persia._deprecated.used", used)
+    optim._log_new_default.cache_clear()
+    Adagrad()
+    assert caplog.records == []
+    with pytest.warns(DeprecationWarning, match="old name"):
+        found = find("persia.sparse.optim", "Adagrad")
+    found(initial_accumulator_value=0.01)
+    assert caplog.records == []
+    found(lr=0.3)
+    found(lr=0.4)
+    (record,) = caplog.records
+    assert "persia.sparse.optim.Adagrad" in record.getMessage()
+    assert "initial_accumulator_value=0, as torch's does" in record.getMessage()
