@@ -6,10 +6,13 @@
     TableReader                  a ``pyarrow.Table``, or a Hugging Face ``datasets.Dataset``
     TorchReader                  a ``torch.utils.data.DataLoader``
 
+``Columns.batch`` makes the same of one request, and ``hash_text`` ids of texts.
+
 They need pyarrow (``pip install pyarrow``) and no torch, so that a data-loader reads
 with them as well as a trainer does. ``docs/readers.md`` is about them.
 """
 
+from persia.embedding.text_ids import hash_text
 from persia.readers._columns import Columns
 from persia.readers._files import ArrowReader, ParquetReader
 from persia.readers._reader import Reader
@@ -25,4 +28,5 @@ __all__ = [
     "Reader",
     "TableReader",
     "TorchReader",
+    "hash_text",
 ]

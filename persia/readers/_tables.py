@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
-from persia.errors import ConfigError, DataTypeError
-from persia.readers._reader import PieceReader, Reader
+from persia.errors import DataTypeError
+from persia.readers._columns import missing, names_of
+from persia.readers._order import Piece, Span
+from persia.readers._reader import (
+    SHUFFLE_BUFFER,
+    PieceReader,
+    Reader,
+    check_columns,
+    check_number,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from persia.embedding.data import PersiaBatch
     from persia.readers._columns import Columns
-    from persia.readers._reader import Piece
 
 PIECE_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class _Range(Span):
     """Rows of a table, from one number to another."""
 
     table: Any
-    begin: int
-    end: int
-
-    def num_rows(self) -> int:
-        return self.end - self.begin
 
     def read(self) -> Iterator[Any]:
         if isinstance(self.table, pa.Table):
@@ -43,14 +44,11 @@ class _Range:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _Stream(Piece):
     """A shard of a Hugging Face ``IterableDataset``."""
 
     shard: Any
     columns: Columns
-
-    def num_rows(self) -> None:
-        return None
 
     def read(self) -> Iterator[Any]:
         for table in self.shard.iter(batch_size=PIECE_ROWS):
@@ -82,12 +80,12 @@ class TableReader(PieceReader):
         *,
         piece_rows: int = PIECE_ROWS,
         shuffle_seed: int | None = None,
+        shuffle_buffer: int | None = SHUFFLE_BUFFER,
         drop_last: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
-        if piece_rows < 1:
-            raise ConfigError(f"piece_rows must be at least 1, got {piece_rows}")
+        super().__init__(columns, batch_size, shuffle_seed, shuffle_buffer, drop_last, shard)
+        check_number("piece_rows", piece_rows)
         if isinstance(table, pa.Table):
             columns.check("the table", table.schema)
             table = table.select(columns.names)
@@ -97,9 +95,10 @@ class TableReader(PieceReader):
                 table = table.select_columns(columns.names)
             table = table.with_format("arrow")
         else:
+            todo = "; pa.Table.from_pandas(frame) is one" if hasattr(table, "iloc") else ""
             raise DataTypeError(
                 "TableReader: expected a pyarrow.Table or a datasets.Dataset, "
-                f"got {type(table).__name__}"
+                f"got {type(table).__name__}{todo}"
             )
         self._pieces = _pieces_of(table, columns, piece_rows)
 
@@ -110,7 +109,7 @@ def _pieces_of(table: Any, columns: Columns, piece_rows: int) -> list[Piece]:
         return [_Stream(table.shard(size, number), columns) for number in range(size)]
     num_rows = len(table)
     return [
-        _Range(table, begin, min(begin + piece_rows, num_rows))
+        _Range(begin, min(begin + piece_rows, num_rows), table)
         for begin in range(0, num_rows, piece_rows)
     ]
 
@@ -136,42 +135,40 @@ class TorchReader(Reader):
     def __init__(
         self, loader: Iterable[Any], columns: Columns, *, names: Sequence[str] | None = None
     ) -> None:
+        check_columns(self, columns)
+        # A data set of torch has no ``__iter__``; Python would read its samples without an end.
+        if not hasattr(loader, "__iter__") or isinstance(loader, str | type):
+            raise DataTypeError(
+                "TorchReader: expected a loader of batches, got "
+                f"{getattr(loader, '__name__', None) or type(loader).__name__}; "
+                "torch.utils.data.DataLoader(dataset, batch_size=...) is one"
+            )
         self.loader = loader
         self.columns = columns
-        self.names = names
+        self.names = None if names is None else names_of("names", names)
+
+    def __len__(self) -> int:
+        """Return how many batches the loader says it has."""
+        return len(self.loader) if isinstance(self.loader, Sized) else super().__len__()
 
     def iter_from(self, first: int) -> Iterator[PersiaBatch]:
         """Yield the loader's batches from number ``first`` on; those before it are read."""
+        columns = self.columns
         for given in itertools.islice(iter(self.loader), first, None):
-            rows = self._rows_of(given)
-            self.columns.check("a batch of the loader", rows.schema)
-            yield self.columns.batch_of(rows)
+            values = self._named(given)
+            for name in columns.labels:
+                if name not in values:
+                    raise missing("a batch of the loader", name, "labels", list(values))
+            yield columns.batch(values, requires_grad=columns.requires_grad)
 
-    def _rows_of(self, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            names = self.names or ()
-            if not isinstance(given, list | tuple) or len(names) != len(given):
-                raise DataTypeError(
-                    "TorchReader: expected the loader to yield mappings, or tuples of the "
-                    f"columns in names={names!r}, got {given!r:.80}"
-                )
-            given = dict(zip(names, given, strict=True))
-        used = [name for name in given if name in self.columns.names]
-        return pa.RecordBatch.from_pydict({name: _array_of(name, given[name]) for name in used})
-
-
-def _array_of(name: str, value: Any) -> Any:
-    """Return a tensor, an array or a list as an Arrow array."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        if value.is_nested:
-            offsets = value.offsets().numpy().astype(np.int64)
-            return pa.LargeListArray.from_arrays(offsets, pa.array(value.values().numpy()))
-        value = value.numpy()
-    if not isinstance(value, np.ndarray) or value.ndim == 1:
-        return pa.array(value)
-    if value.ndim != 2:
-        raise DataTypeError(
-            f"column {name!r}: expected 1 or 2 dimensions, got {value.ndim} of {value.shape}"
-        )
-    return pa.FixedSizeListArray.from_arrays(pa.array(value.reshape(-1)), value.shape[1])
+    def _named(self, given: Any) -> Mapping[str, Any]:
+        """Return a batch's values by their columns."""
+        if isinstance(given, Mapping):
+            return given
+        names = self.names or ()
+        if not isinstance(given, list | tuple) or len(names) != len(given):
+            raise DataTypeError(
+                "TorchReader: expected the loader to yield mappings, or tuples of the "
+                f"columns in names={names!r}, got {given!r:.80}"
+            )
+        return dict(zip(names, given, strict=True))

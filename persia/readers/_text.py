@@ -11,7 +11,6 @@ So a newline ends a line wherever it is, in quotes too.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,21 @@ import pyarrow.csv as pacsv
 import pyarrow.fs as pafs
 
 from persia.errors import ConfigError, DataError, DataTypeError
-from persia.readers._columns import Columns
-from persia.readers._reader import PieceReader
+from persia.readers._columns import Columns, check_bool, missing
+from persia.readers._order import Piece, Span
+from persia.readers._reader import (
+    SHUFFLE_BUFFER,
+    PieceReader,
+    check_number,
+    no_such_file,
+    paths_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from persia.readers._reader import Piece
+    from persia.readers._reader import Paths
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,14 +85,12 @@ class _Format:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(Span):
     """The lines of a file that begin in a range of its bytes."""
 
     filesystem: Any
     path: str
     lines: _Format
-    begin: int
-    end: int
 
     def _text(self) -> bytes:
         """Return those lines: from behind the first newline at ``begin - 1`` or later."""
@@ -120,16 +125,13 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class _Packed(Piece):
     """A compressed file, which can only be read from its beginning."""
 
     filesystem: Any
     path: str
     lines: _Format
     has_header: bool
-
-    def num_rows(self) -> None:
-        return None
 
     def read(self) -> Iterator[Any]:
         with self.filesystem.open_input_stream(self.path) as stream:
@@ -140,17 +142,32 @@ def _pieces_of(
     filesystem: Any, info: Any, lines: _Format, block_bytes: int, header: bytes = b""
 ) -> list[Piece]:
     """Return the pieces of one file, behind its header."""
-    if block_bytes < 1:
-        raise ConfigError(f"block_bytes must be at least 1, got {block_bytes}")
     if info.path.endswith(_PACKED):
         return [_Packed(filesystem, info.path, lines, bool(header))]
     return [
-        _Block(filesystem, info.path, lines, begin, min(begin + block_bytes, info.size))
+        _Block(begin, min(begin + block_bytes, info.size), filesystem, info.path, lines)
         for begin in range(len(header), info.size, block_bytes)
     ]
 
 
-class CsvReader(PieceReader):
+class _TextReader(PieceReader):
+    """A reader of lines."""
+
+    def __len__(self) -> int:
+        """Raise that lines are not counted."""
+        raise TypeError(
+            f"{type(self).__name__} has no len: lines are counted by reading all of them; "
+            "num_batches() does so"
+        )
+
+
+def _check_options(delimiter: object, block_bytes: object) -> None:
+    if not isinstance(delimiter, str) or len(delimiter) != 1:
+        raise ConfigError(f"delimiter: expected one character, got {delimiter!r:.80}")
+    check_number("block_bytes", block_bytes)
+
+
+class CsvReader(_TextReader):
     r"""Reads text with a header: CSV, or TSV with ``delimiter="\t"``.
 
     The first line of each file names its columns, which are the same in all. Types are those
@@ -161,7 +178,8 @@ class CsvReader(PieceReader):
     Pieces are as those of ``CriteoReader``.
 
     Args:
-        path: File or folder, or a URL that Arrow knows; ``.gz`` and other packed files too.
+        path: File or folder, a list of them, or a URL that Arrow knows; ``.gz`` and other
+            packed files too.
         columns: As of ``PieceReader``, as are the others not named here.
         batch_size: Samples of a batch.
         types: Arrow types of columns that look like others, such as ``{"zip": "string"}``.
@@ -176,7 +194,7 @@ class CsvReader(PieceReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Paths,
         columns: Columns,
         batch_size: int,
         *,
@@ -184,12 +202,14 @@ class CsvReader(PieceReader):
         delimiter: str = ",",
         block_bytes: int = BLOCK_BYTES,
         shuffle_seed: int | None = None,
+        shuffle_buffer: int | None = SHUFFLE_BUFFER,
         drop_last: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
-        files = _files(os.fspath(path))
-        known = {name: _type_of(name, kind) for name, kind in (types or {}).items()}
+        super().__init__(columns, batch_size, shuffle_seed, shuffle_buffer, drop_last, shard)
+        _check_options(delimiter, block_bytes)
+        files = _files(path)
+        known = _types_of(types or {})
         schema = _schema_of(*files[0], known, delimiter)
         _check(columns, files[0][1].path, schema, known)
         fields = dict(zip(schema.names, schema.types, strict=True))
@@ -209,6 +229,9 @@ class CsvReader(PieceReader):
 
 def _check(columns: Columns, path: str, schema: Any, known: Mapping[str, Any]) -> None:
     """Check what was found of the columns, and say what ids are."""
+    for name in known:
+        if name not in schema.names:
+            raise missing(path, name, "types=", schema.names)
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise DataError(
@@ -227,12 +250,20 @@ def _check(columns: Columns, path: str, schema: Any, known: Mapping[str, Any]) -
         )
 
 
+def _types_of(types: Any) -> dict[str, Any]:
+    if not isinstance(types, Mapping) or not all(isinstance(name, str) for name in types):
+        raise ConfigError(
+            f"types: expected a mapping from a column to its type, got {types!r:.80}"
+        )
+    return {name: _type_of(name, kind) for name, kind in types.items()}
+
+
 def _type_of(name: str, kind: Any) -> Any:
-    if not isinstance(kind, str):
+    if isinstance(kind, pa.DataType):
         return kind
     try:
         return pa.type_for_alias(kind)
-    except ValueError as exc:
+    except (ValueError, AttributeError) as exc:
         raise ConfigError(
             f"types: {name!r}: expected an Arrow type such as 'string' or 'int64', got {kind!r}"
         ) from exc
@@ -261,7 +292,7 @@ def _schema_of(filesystem: Any, info: Any, types: Mapping[str, Any], delimiter: 
         raise DataError(f"{info.path}: expected a header and lines, got: {exc}") from exc
 
 
-class CriteoReader(PieceReader):
+class CriteoReader(_TextReader):
     """Reads text in the layout of Criteo's click logs: a line a sample, without a header.
 
         label <tab> 13 numbers <tab> 26 ids in hexadecimal digits
@@ -269,11 +300,12 @@ class CriteoReader(PieceReader):
     Any field may be empty: a number is then ``fill``, and a sample has no id of that feature.
     The columns are ``label``, ``I1`` to ``I13`` and ``C1`` to ``C26``.
 
-    Pieces are ranges of bytes, so that one large file is shuffled and dealt to data-loaders as
-    well as many are. A compressed file (``.gz``, ...) is one piece.
+    Pieces are ranges of bytes, so that one large file is shuffled and shared by data-loaders as
+    well as many are. A compressed file (``.gz``, ...) is one piece; if there are fewer of them
+    than data-loaders, each data-loader reads all.
 
     Args:
-        path: File or folder, or a URL that Arrow knows.
+        path: File or folder, a list of them, or a URL that Arrow knows.
         batch_size: Samples of a batch.
         columns: What is read; None is all of it.
         has_label: Whether lines begin with a label; those of the test set do not.
@@ -283,7 +315,7 @@ class CriteoReader(PieceReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Paths,
         batch_size: int,
         columns: Columns | None = None,
         *,
@@ -291,38 +323,45 @@ class CriteoReader(PieceReader):
         delimiter: str = "\t",
         block_bytes: int = BLOCK_BYTES,
         shuffle_seed: int | None = None,
+        shuffle_buffer: int | None = SHUFFLE_BUFFER,
         drop_last: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
+        check_bool("has_label", has_label)
+        _check_options(delimiter, block_bytes)
         labels = (LABEL,) if has_label else ()
         if columns is None:
             columns = Columns(IDS, DENSE, labels, strings="hex", requires_grad=has_label)
-        super().__init__(columns, batch_size, shuffle_seed, drop_last, shard)
+        super().__init__(columns, batch_size, shuffle_seed, shuffle_buffer, drop_last, shard)
         names = (*labels, *DENSE, *IDS)
         types = {name: pa.string() if name in IDS else pa.float32() for name in names}
-        columns.check(os.fspath(path), pa.schema(list(types.items())))
+        columns.check(paths_of(path)[0], pa.schema(list(types.items())))
         what = "lines in Criteo's layout"
         lines = _Format(what, types, columns.names, delimiter, False, [""])
         self._pieces = [
             piece
-            for filesystem, info in _files(os.fspath(path))
+            for filesystem, info in _files(path)
             for piece in _pieces_of(filesystem, info, lines, block_bytes)
         ]
 
 
-def _files(path: str) -> list[tuple[Any, Any]]:
-    """Return the files of a path in the order of their names; hidden ones are none."""
+def _files(path: Paths) -> list[tuple[Any, Any]]:
+    """Return the files of a path, or of a list of them, in the order of their names."""
+    found = [each for one in paths_of(path) for each in _files_of(one)]
+    return sorted(found, key=lambda pair: pair[1].path)
+
+
+def _files_of(path: str) -> list[tuple[Any, Any]]:
+    """Return the files of a path; hidden ones are none."""
     filesystem, place = (
         pafs.FileSystem.from_uri(path) if "://" in path else (pafs.LocalFileSystem(), path)
     )
-    info = filesystem.get_file_info(place)
-    infos = [info]
-    if info.type == pafs.FileType.Directory:
+    infos = [filesystem.get_file_info(place)]
+    if infos[0].type == pafs.FileType.NotFound:
+        raise no_such_file(path)
+    if infos[0].type == pafs.FileType.Directory:
         infos = filesystem.get_file_info(pafs.FileSelector(place, recursive=True))
-    files = sorted(
-        (each for each in infos if each.is_file and each.base_name[:1] not in "._"),
-        key=lambda each: each.path,
-    )
+    files = [each for each in infos if each.is_file and each.base_name[:1] not in "._"]
     if not files:
         raise ConfigError(f"{path}: expected a file or a folder of files, got none")
     return [(filesystem, each) for each in files]

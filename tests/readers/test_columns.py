@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
+from persia.embedding import data as embedding_data
 from persia.errors import ConfigError, DataError, DataTypeError
 from persia.readers import Columns, TableReader
 from tests.readers.support import ids_of
@@ -17,6 +19,19 @@ from tests.reference.ids import hash_text
 def test_a_feature_is_named_once() -> None:
     with pytest.raises(ConfigError, match="ids: expected each feature once, got 'user' twice"):
         Columns(["user", "user"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fill": "0"}, "fill must be a number, or None, got '0'"),
+        ({"requires_grad": "no"}, "requires_grad must be True or False, got 'no'"),
+        ({"dense": {1: ["a"]}}, r"dense: expected lists of names, got a dict, \{1: \['a'\]\}"),
+    ],
+)
+def test_what_cannot_be_an_argument(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Columns(["user"], **given)
 
 
 def test_a_feature_may_have_another_name_and_two_may_share_a_column() -> None:
@@ -30,8 +45,17 @@ def test_a_feature_may_have_another_name_and_two_may_share_a_column() -> None:
 def test_columns_that_say_nothing() -> None:
     with pytest.raises(ConfigError, match="at least one column, got none"):
         Columns([])
-    with pytest.raises(ConfigError, match="expected lists of names, got a str"):
-        Columns("user")
+    for given in ("user", {"user"}, [1], {"user": ["user"]}):
+        with pytest.raises(ConfigError, match="ids: expected lists of names, got a "):
+            Columns(given)  # type: ignore[arg-type]
+    for dense in ("age", {"age": "age"}):
+        with pytest.raises(
+            ConfigError, match="dense: expected lists of names, got a str, 'age'"
+        ):
+            Columns(["user"], dense)
+    with pytest.raises(ConfigError, match="labels: expected lists of names, got a str, 'y'"):
+        Columns(["user"], [], "y")
+    assert Columns({"a": 1, "b": 2}.keys(), None).names == ["a", "b"]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expected 'hash' or 'hex', got 'md5'"):
         Columns(["user"], strings="md5")
 
@@ -81,12 +105,44 @@ def test_ids(array: Any, want: list[list[int]]) -> None:
     assert ids_of(batch_of(Columns(["x"], requires_grad=False), x=array), "x") == want
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([-1, 2]),
+        pa.array([-1, None], pa.int32()),
+        pa.array([[1, -1], []]),
+        pa.array([[1, 2], [-1, None]], pa.list_(pa.int16())),
+        pa.array([3, -1, 3]).dictionary_encode(),
+        np.array([-1, 2]),
+        np.array([[-1, 2]], np.int8),
+        torch.tensor([-1]),
+        [4, -1],
+    ],
+    ids=lambda values: f"{type(values).__name__} {getattr(values, 'dtype', '')}",
+)
+def test_minus_one_is_named_once(
+    values: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedding_data, "_warned_of_minus_one", set())
+    columns = Columns({"viewer": "x"}, requires_grad=False)
+    for _ in range(2):
+        batch = columns.batch({"x": values})
+        if isinstance(values, pa.Array):
+            batch = batch_of(columns, x=values)
+    assert TOP - 1 in np.concatenate(ids_of(batch, "viewer"))
+    (line,) = caplog.messages
+    assert line.startswith("feature 'viewer': -1 is taken as an id like any other, 2**64 - 1")
+
+
 def test_hexadecimal_ids() -> None:
     columns = Columns(["x"], strings="hex", requires_grad=False)
     texts = ["68fd1e64", "FF", None, "f" * 16]
     want = [[0x68FD1E64], [0xFF], [], [TOP - 1]]
     assert ids_of(batch_of(columns, x=texts), "x") == want
     assert ids_of(batch_of(columns, x=pa.array(texts).dictionary_encode()), "x") == want
+    # An entry of a dictionary that no row has may be anything.
+    unused = pa.DictionaryArray.from_arrays(pa.array([0, 0]), pa.array(["ff", "red"]))
+    assert ids_of(batch_of(columns, x=unused), "x") == [[255], [255]]
     with pytest.raises(DataError, match=r"column 'x': expected 1 to 16 hex.* got 'red'"):
         batch_of(columns, x=["1", "red"])
 
@@ -111,14 +167,24 @@ def test_numbers() -> None:
     assert {dense.dtype, more.dtype, batch.labels[0].data.dtype} == {np.dtype(np.float32)}
 
 
+def test_a_loss_may_need_no_label() -> None:
+    batch = batch_of(Columns(["x"], labels=[]), x=[1, 2])
+    assert (batch.labels, batch.requires_grad) == ([], True)
+    assert not batch_of(Columns(["x"], requires_grad=False), x=[1]).requires_grad
+    with pytest.raises(
+        DataError, match=r"expected a label.*labels=\[\] if the loss needs none"
+    ):
+        batch_of(Columns(["x"]), x=[1, 2])
+
+
 def test_nulls_where_none_may_be() -> None:
     with pytest.raises(DataError, match="column 'y': expected a number, got a null in row 1"):
         batch_of(Columns(["x"], labels=["y"]), x=[1, 2], y=[1, None])
     vectors = pa.array([[1.0], None], pa.list_(pa.float32(), 1))
     with pytest.raises(DataError, match="column 'd': expected a number, got a null in row 1"):
         batch_of(Columns(["x"], ["d"], ["x"], fill=None), x=[1, 2], d=vectors)
-    filled = batch_of(Columns(["x"], ["d"], ["x"], fill=-1.0), x=[1, 2], d=[None, 3])
-    assert filled.non_id_type_features[0].data.tolist() == [[-1], [3]]
+    filled = batch_of(Columns(["x"], ["d"], ["x"], fill=-1.0), x=[1, 2], d=[None, 2**25 + 1])
+    assert filled.non_id_type_features[0].data.tolist() == [[-1], [2**25]]
 
 
 @pytest.mark.parametrize(

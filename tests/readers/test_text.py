@@ -51,6 +51,63 @@ def test_a_run_that_continues_gets_exactly_the_rest(log: Path, size: int) -> Non
     assert sorted(seen) == list(range(NUM_LINES))
 
 
+@pytest.mark.parametrize("block", [7, 500, 10**6])
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_one_block_serves_any_number_of_shards(
+    log: Path, block: int, size: int, seed: int | None
+) -> None:
+    seen: list[list[int]] = []
+    for index in range(size):
+        options: dict[str, Any] = {"shuffle_seed": seed, "shard": (index, size)}
+        if seed is not None:
+            options["shuffle_buffer"] = 15
+        reader = CriteoReader(log, 7, block_bytes=block, **options)
+        assert len(check_exact(reader)) == reader.num_batches()
+        seen.append(rows_of(reader))
+    assert sorted(row for rows in seen for row in rows) == list(range(NUM_LINES))
+    if seed is None:
+        # Equal by bytes, and so about equal in lines.
+        assert [row for rows in seen for row in rows] == list(range(NUM_LINES))
+        assert max(map(len, seen)) - min(map(len, seen)) <= 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_one_packed_file_serves_any_number_of_shards(
+    tmp_path: Path, size: int, seed: int | None
+) -> None:
+    path = tmp_path / "day.gz"
+    path.write_bytes(gzip.compress("\n".join(map(line, range(600))).encode()))
+    seen: list[list[int]] = []
+    for index in range(size):
+        reader = CriteoReader(path, 32, shuffle_seed=seed, shard=(index, size))
+        check_exact(reader)
+        seen.append(rows_of(reader))
+    assert sorted(row for rows in seen for row in rows) == list(range(600))
+    assert max(map(len, seen)) - min(map(len, seen)) <= 64
+    path.write_bytes(gzip.compress(line(1).encode()))
+    with pytest.raises(ConfigError, match=r"shard 1 of 20 has no .* there are too few rows"):
+        list(CriteoReader(path, 32, shard=(1, 20)))
+
+
+def test_lines_are_not_counted_for_a_len(log: Path) -> None:
+    reader = CriteoReader(log, 7, shard=(0, 1))
+    assert reader.num_batches() == len(list(reader)) == 9
+    assert reader
+    with pytest.raises(TypeError, match=r"CriteoReader has no len: .* num_batches\(\) does so"):
+        len(reader)
+
+
+def test_a_shard_of_no_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(line(1))
+    shards = [CriteoReader(tmp_path, 8, shard=(index, 3)) for index in range(3)]
+    assert rows_of(shards[0]) == [1]
+    for reader in shards[1:]:
+        with pytest.raises(ConfigError, match="has no rows; there are 1 in all"):
+            list(reader)
+
+
 def test_packed_files_and_folders(log: Path, tmp_path: Path) -> None:
     text = log.read_bytes()
     half = text.index(b"\n", len(text) // 2) + 1
@@ -75,9 +132,21 @@ def test_lines_without_a_label(tmp_path: Path) -> None:
     assert [feature.name for feature in batch.features] == ["C1", "C26"]
 
 
+def test_a_list_of_files(log: Path, tmp_path: Path) -> None:
+    lines = log.read_text().splitlines(keepends=True)
+    for name, part in (("b", lines[:7]), ("a", lines[7:])):
+        (tmp_path / name).write_text("".join(part))
+    both = [tmp_path / "b", tmp_path / "a"]
+    rows = rows_of(CriteoReader(both, 8, shuffle_seed=1, shard=(0, 1)))
+    assert sorted(rows) == list(range(NUM_LINES))
+    assert rows == rows_of(CriteoReader(tmp_path, 8, shuffle_seed=1, shard=(0, 1)))
+
+
 def test_what_is_no_such_text_is_named(log: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a file or a folder of files, got none"):
         CriteoReader(tmp_path, 8)
+    with pytest.raises(ConfigError, match=r"\*\.txt: no such file or folder; a pattern is not"):
+        CriteoReader(tmp_path / "*.txt", 8)
     with pytest.raises(ConfigError, match="expected a column 'label'"):
         CriteoReader(log, 8, Columns(["C1"], labels=["label"]), has_label=False)
     for text, error in (
@@ -176,7 +245,11 @@ def test_lines_without_anything_are_no_samples(path: Path, newline: str, block: 
     assert bytes_of(read(packed)) == whole
     path.write_bytes(f"{lines[0]}{newline * 4}".encode())
     said = {"user": "int64", "age": "double", "city": "string", "row": "int64"}
-    assert bytes_of(read(path, types=said, block_bytes=block)) == []
+    none = read(path, types=said, block_bytes=block)
+    with pytest.raises(ConfigError, match="CsvReader: expected data, got none"):
+        list(none)
+    none.allow_empty = True
+    assert list(none) == []
 
 
 def test_ids_are_said_and_asked_for(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,8 +284,21 @@ def test_csv_what_is_no_such_text_is_named(path: Path, tmp_path: Path) -> None:
         CsvReader(path, Columns(["user"], ["city"]), 8)
     with pytest.raises(ConfigError, match=r"'user': expected an Arrow type .* got 'text16'"):
         read(path, types={"user": "text16"})
-    with pytest.raises(ConfigError, match="block_bytes must be at least 1"):
-        read(path, block_bytes=0)
+    with pytest.raises(ConfigError, match=r"a column 'usr' for types=.*did you mean 'user'"):
+        read(path, types={"usr": "string"})
+    for options, message in (
+        ({"types": ["user"]}, r"types: expected a mapping .* got \['user'\]"),
+        ({"types": {3: "string"}}, "types: expected a mapping from a column to its type"),
+        ({"types": {"user": int}}, "'user': expected an Arrow type .* got <class 'int'>"),
+        ({"delimiter": ";;"}, "delimiter: expected one character, got ';;'"),
+        ({"delimiter": 9}, "delimiter: expected one character, got 9"),
+        ({"block_bytes": 0}, "block_bytes must be a whole number, at least 1, got 0"),
+        ({"block_bytes": "1"}, "block_bytes must be a whole number, at least 1, got '1'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read(path, **options)
+    with pytest.raises(ConfigError, match="has_label must be True or False, got 'no'"):
+        CriteoReader(path, 8, has_label="no")  # type: ignore[arg-type]
     path.write_bytes(text(count=60_000) + b"\nA7,1,,x,3")  # behind the first MiB
     reader = read(path)
     with pytest.raises(DataError, match=r"clicks\.csv.*types= gives, got: .*'A7'"):
