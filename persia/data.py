@@ -7,6 +7,8 @@ import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Sized
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from persia import _context_stack, env
@@ -74,9 +76,10 @@ class IterableDataset(IterableDatasetBase):
 class StreamingDataset(IterableDatasetBase):
     """Batches that data-loader processes send by ``DataCtx``.
 
-    A pass ends when every data-loader has left its ``DataCtx``; what they send in another one
-    is the next pass. In embedded mode a pass runs the data-loader's script in a child process:
-    ``PERSIA_DATALOADER_ENTRY``, or ``data_loader.py`` beside the main script.
+    A pass ends when every data-loader has left its ``DataCtx``, or called its ``end_epoch``;
+    what they send then is the next pass. In embedded mode a pass runs the data-loader's script
+    in a child process, unless it still runs: ``PERSIA_DATALOADER_ENTRY``, or
+    ``data_loader.py`` beside the main script.
 
     Args:
         buffer_size: Batches held for each rank, of all data-loaders; each may have one there.
@@ -94,6 +97,24 @@ class StreamingDataset(IterableDatasetBase):
         raise NotImplementedError("a StreamingDataset is read by DataLoader, not iterated")
 
 
+class _Numbered(IterableDataset):
+    """Batches that are had by number, as those of torch's map-style datasets.
+
+    Python iterates such an object until an IndexError, which they do not raise.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        super().__init__(getattr(batches, "buffer_size", 10))
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[PersiaBatch]:
+        for number in range(first, len(self._batches)):
+            yield self._batches[number]
+
+
 class DataLoader:
     """Iterates a dataset inside a context, with embeddings looked up ahead.
 
@@ -105,17 +126,23 @@ class DataLoader:
     abandoned (``ctx.stats()``), unless ``ctx.keep`` holds it.
 
     Args:
-        dataset: An ``IterableDataset``, or any iterable of ``PersiaBatch``.
+        dataset: An ``IterableDataset``, or any iterable of ``PersiaBatch``. One that has only
+            ``__getitem__`` and ``__len__`` is read by number, once in their order.
         forward_buffer_size: Batches looked up ahead of the loop.
         timeout_ms: How long the loop waits for a batch, in milliseconds.
         num_workers: Lookups at the same time.
-        reproducible: Keep the dataset's order; with ``embedding_staleness=1`` two runs give
-            the same bits.
-        embedding_staleness: Most batches between lookup and acknowledged update; None
-            leaves it to the buffers.
+        reproducible: Look up and update in the dataset's order, which batches have in any
+            case; with ``embedding_staleness=1`` two runs give the same bits.
+        embedding_staleness: Most batches between lookup and acknowledged update: a lookup
+            misses one update fewer at most, those of other ranks apart. 1 is as synchronous
+            as torch. None is no bound but that of all buffers together.
         drop_last: With several ranks, what happens when one of them has no batch for a round:
             True ends the pass for all and counts what the others had as ``incomplete``; False
             lets them go on alone, by torch's ``Join``; not with ``reproducible``.
+        allow_untrained: Without it a pass is a DataError in which no batch came, in any
+            context, or in which batches came and no row was trained: none had a backward,
+            none of the backwards reached an embedding, or all gradients since the context was
+            made, in 10 steps or more, were zero.
     """
 
     def __init__(
@@ -125,9 +152,10 @@ class DataLoader:
         timeout_ms: int = 1000 * 60 * 10,
         num_workers: int = 10,
         reproducible: bool = False,
-        embedding_staleness: int | None = None,
+        embedding_staleness: int | None = 10,
         *,
         drop_last: bool = True,
+        allow_untrained: bool = False,
     ) -> None:
         for name, value in (
             ("forward_buffer_size", forward_buffer_size),
@@ -135,19 +163,20 @@ class DataLoader:
             ("num_workers", num_workers),
             ("embedding_staleness", embedding_staleness),
         ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            if value is not None and (not isinstance(value, Integral) or value < 1):
+                raise ConfigError(f"{name} must be a whole number, at least 1, got {value!r}")
         if reproducible and embedding_staleness != 1:
             logger.info(
-                "reproducible=True keeps the order of batches; runs are bit-equal only with "
-                "embedding_staleness=1, got %s",
+                "reproducible=True alone keeps the order of lookups and updates; for runs with "
+                "the same bits write embedding_staleness=1, too; it is %s",
                 embedding_staleness,
             )
         is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
-        if not is_iterable or isinstance(dataset, type):
-            todo = (
-                "call it, and give what it returns" if callable(dataset) else "give a dataset"
-            )
+        if not is_iterable or isinstance(dataset, type | str):
+            todo = "call it, and give what it returns"
+            if not callable(dataset):
+                is_path = isinstance(dataset, str)
+                todo = "persia.readers read files" if is_path else "give a dataset"
             raise DataTypeError(
                 "DataLoader: expected an IterableDataset or an iterable of PersiaBatch, got "
                 f"{getattr(dataset, '__name__', None) or type(dataset).__name__}; {todo}"
@@ -159,8 +188,25 @@ class DataLoader:
         self.reproducible = reproducible
         self.embedding_staleness = embedding_staleness
         self.drop_last = drop_last
+        self.allow_untrained = allow_untrained
         # Weak: a loader that outlives its context must not keep the rows of the servers.
         self._epoch: weakref.ref[ForwardPipeline] | None = None
+
+    def __len__(self) -> int:
+        """Return how many batches a whole pass has, where the dataset knows it.
+
+        Raises:
+            TypeError: If it does not.
+        """
+        if not isinstance(self.dataset, Sized):
+            raise TypeError(
+                f"this DataLoader has no len: its {type(self.dataset).__name__} has none"
+            )
+        return len(self.dataset)
+
+    def __bool__(self) -> bool:
+        """Return True: a loader without a len can be asked for all the same."""
+        return True
 
     def __iter__(self) -> Iterator[PersiaTrainingBatch]:
         """Start one pass, in the mode of the current context."""
@@ -170,10 +216,12 @@ class DataLoader:
 
         ctx = _context_stack.current()
         if not isinstance(ctx, EmbeddingCtx):
-            what = "none" if ctx is None else type(ctx).__name__
+            what = (
+                "there is none" if ctx is None else f"the current one is {type(ctx).__name__}"
+            )
             raise ConfigError(
                 "a DataLoader is iterated inside a context, such as `with TrainCtx(...)`; "
-                f"the current one is {what}"
+                f"{what}"
             )
         last = None if self._epoch is None else self._epoch()
         if last is not None:
@@ -181,16 +229,20 @@ class DataLoader:
         joining: AbstractContextManager[Any] = contextlib.nullcontext()
         if not self.drop_last:
             joining = ctx.join_ranks(reproducible=self.reproducible)
+        dataset: Any = self.dataset
+        if not hasattr(dataset, "__iter__") and isinstance(dataset, Sized):
+            dataset = _Numbered(dataset)
         epoch = ctx.open_pass(
-            None if isinstance(self.dataset, StreamingDataset) else self.dataset,
+            None if isinstance(dataset, StreamingDataset) else dataset,
             PassOptions(
-                input_capacity=getattr(self.dataset, "buffer_size", 10),
+                input_capacity=getattr(dataset, "buffer_size", 10),
                 output_capacity=self.forward_buffer_size,
                 num_workers=self.num_workers,
                 reproducible=self.reproducible,
                 staleness=self.embedding_staleness,
                 timeout_s=self.timeout_ms / 1000,
                 keeps_step=self.drop_last,
+                allow_untrained=self.allow_untrained,
             ),
         )
         self._epoch = weakref.ref(epoch)

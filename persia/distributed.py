@@ -197,10 +197,10 @@ class DDPOption(DistributedBaseOption):
         _let_gloo_go_at_exit()
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model, optimizer
-        on_device = None if self.backend == "gloo" or device_id is None else [device_id]
+        # Without device_ids: batches are on the device already, and what moves them there would
+        # make plain lists of those that have names.
         parallel = torch.nn.parallel.DistributedDataParallel(
             model,
-            device_ids=on_device,
             **{name: self.options[name] for name in _FOR_TORCH if name in self.options},
         )
         return parallel, optimizer

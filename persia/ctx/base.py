@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import logging
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from persia import _context_stack
+from persia import _context_stack, env
 from persia._cluster import process_metrics
 from persia._deprecated import Renewed
 from persia._metrics.definitions import TRAINER
@@ -42,7 +43,9 @@ class BaseCtx(Renewed):
     """
 
     def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        env.warn_of_misspelled()
         self.threadpool_worker_size = threadpool_worker_size
+        self._is_device_open = device_id is None  # not below 0, which is the CPU
         self.device_id = usable_device(device_id)
         self.origin_context: object | None = None  # the current context when this was entered
         self._entered = False
@@ -163,15 +166,21 @@ def cnt_ctx() -> BaseCtx | None:
 
 def usable_device(device_id: int | None) -> int | None:
     """Return the device's number, selected in torch, or None for the CPU."""
+    if isinstance(device_id, bool) or not isinstance(device_id, Integral | None):
+        raise ConfigError(
+            f"device_id: expected the number of a CUDA device, or None for the CPU, got "
+            f"{device_id!r}; 0 is cuda:0"
+        )
     if device_id is None or device_id < 0:
         return None
     import torch  # not at the top: a data-loader has no device, and no torch
 
     count = torch.cuda.device_count()
     if device_id >= count:
+        found = f"0 to {count - 1}" if count else "none"
         raise ConfigError(
-            f"device_id: expected one of the {count} CUDA devices of this machine, "
-            f"got {device_id}"
+            f"device_id: expected one of the CUDA devices that torch finds, {found}, got "
+            f"{device_id}; leave it out to train on the CPU"
         )
     torch.cuda.set_device(device_id)
     return device_id

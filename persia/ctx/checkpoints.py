@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from persia import env
+from persia._files.manifest import feature_order
 from persia._files.open import folder_url
 from persia._training import checkpoint
 from persia._training.progress import merge, of_one_pass, random_states, set_random_states
@@ -21,8 +23,10 @@ from persia.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from persia._rpc.messages import FeatureOrder
+    from persia._training.backward import Rate
     from persia._training.progress import Plain, Progress
     from persia._training.ranks import Ranks
     from persia.ctx.connection import Connection
@@ -33,8 +37,12 @@ logger = logging.getLogger("persia.ctx")
 class Checkpoints:
     """Dumps and loads of one context, one of each at a time."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, trains: bool, features: Sequence[str] | None = None
+    ) -> None:
         self.connection = connection
+        self._trains = trains
+        self._features = tuple(features or ())  # that the context was given
         self.writer = checkpoint.CheckpointWriter(connection.worker)
         self.reader = checkpoint.CheckpointReader(connection.worker)
 
@@ -75,6 +83,8 @@ class Checkpoints:
                 return found
 
             frozen = self.writer.begin(step, files)
+            if self.connection.recorder is not None:
+                self.connection.recorder.note_mark("checkpoint")
         folders = self.connection.folders
         self.writer.finish(frozen, url, keep_last, blocking=blocking, job=folders)
 
@@ -97,11 +107,14 @@ class Checkpoints:
         is_speaker = not env.get_rank()  # asks the servers, for all ranks
         with _on_all_ranks(ranks):
             opened = checkpoint.Checkpoint(url)
+            order = feature_order(opened.manifest, url)
             # First, because a wrong dim of the embeddings shows in the dense net as well.
             if is_speaker:
                 self.reader.verify(opened.id, url, names)
             try:
                 states = opened.fitting(dense, map_location)
+                if states and order is not None:
+                    self._check_features(order, url)
                 trainer = opened.trainer() if dense and names is None else None
             except BaseException:
                 self.reader.drop()
@@ -111,7 +124,35 @@ class Checkpoints:
                 self.reader.commit(blocking=blocking or ranks is not None)
         for name, state in states.items():
             checkpoint.put_dense(dense[name], state, name)
+        is_served = not self._trains and self.connection.backward is None
+        # Rows alone may be the beginning of another model's training.
+        if states or (is_served and names is None):
+            self._take_order(order, url)
         return trainer
+
+    def _check_features(self, order: FeatureOrder, url: str) -> None:
+        """Refuse a model that knows the features of this context by other places."""
+        given = self._features
+        if given and given != order.ids and set(given) == set(order.ids):
+            raise CheckpointError(
+                f"{url}: its model was trained with the features {', '.join(order.ids)}, in "
+                f"this order, and the context was given features={list(given)}: leave it out, "
+                "as the checkpoint brings the order"
+            )
+
+    def _take_order(self, order: FeatureOrder | None, url: str) -> None:
+        shared = self.connection.order
+        if order is not None:
+            order = replace(order, ids=self._features or order.ids)
+            shared.fix(order, order.__eq__)
+        elif not self._features and shared.get() is None:
+            logger.warning(
+                "%s does not have the order in which its model receives features, as an "
+                "earlier version wrote it, or servers by themselves: batches keep their own "
+                "order until one is trained. Give the context features=[...], in the model's "
+                "order",
+                url,
+            )
 
 
 @contextlib.contextmanager
@@ -130,7 +171,7 @@ def _on_all_ranks(ranks: Ranks | None) -> Iterator[None]:
 
 
 class TrainerState:
-    """What a run continues from besides rows and dense files: generators, scaler, position."""
+    """What a run continues from besides rows and files: generators, scaler, position, rates."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -151,6 +192,7 @@ class TrainerState:
         scaler: torch.amp.GradScaler | None,
         progress: Progress,
         others: list[Plain],
+        rates: list[Rate],
     ) -> Plain:
         """Return the state for a file, with the parts of the other ranks."""
         self._random = random_states()
@@ -162,6 +204,7 @@ class TrainerState:
             "ranks": ranks,
             "passes": passes,
             "stream": merge(positions),
+            "rates": [list(rate) for rate in rates],
         }
 
     def restore(self, state: Plain, progress: Progress) -> int:
@@ -181,7 +224,7 @@ class TrainerState:
             )
         elif position is None:
             position = mine["progress"]["position"]
-        progress.resume(passes, position, next_number)
+        progress.resume(passes, position, next_number, mine["progress"].get("size", 0))
         if is_same and mine["random"]:
             self._random = mine["random"]  # until the next step, if this is not rank 0
             set_random_states(self._random)

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 
 from persia import env
 from persia._cluster.connect import connect_embedding_workers, listening_address
-from persia._rpc.deadlines import Retry, within
+from persia._rpc.deadlines import Retry
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._rpc.zmq_transport import ZmqTransport
-from persia._training.receiver import ChildStream, Stream
+from persia._training.feature_order import SharedOrder
+from persia._training.stream_source import ChildStream, Stream
 from persia.config import SAME_EVERYWHERE, describe_differences, schema_fingerprint
 from persia.errors import ConfigError, DataTypeError, ServiceTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from persia._files.writer_lock import JobFolders
     from persia._report.recorder import Recorder
@@ -38,8 +39,6 @@ logger = logging.getLogger("persia.ctx")
 # Seconds that servers have to become ready, and between two requests whether they are.
 READY_S = 300.0
 ASK_AGAIN_S = 0.1
-# For the names of slots, after an error of the user's model.
-_ASK_S = 3.0
 
 # By id of the worker, which a connection keeps alive. Weak: it ends with its last context.
 _connections: weakref.WeakValueDictionary[int, Connection] = weakref.WeakValueDictionary()
@@ -54,7 +53,10 @@ class Connection:
     def __init__(self, worker: EmbeddingWorker, *, is_read_only: bool = False) -> None:
         self.worker = worker
         self.is_read_only = is_read_only
+        self._is_looked_at = False
+        self.has_trained_model = False  # an earlier TrainCtx has trained this one's model
         _connections[id(worker)] = self
+        self.order = SharedOrder(worker)  # of features, as models receive them
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
         self.reported: Mapping[str, float] = {}  # replaced, not changed: other threads read it
         # While a TrainCtx is entered:
@@ -66,6 +68,11 @@ class Connection:
     @classmethod
     def of(cls, worker: EmbeddingWorker) -> Connection:
         """Return the connection that other contexts have to this worker, or a new one."""
+        if not hasattr(worker, "lookup_direct"):
+            raise ConfigError(
+                "embedding_worker: expected another context's, ctx.embedding_worker, got "
+                f"{type(worker).__name__}; addresses are in PERSIA_EMBEDDING_WORKERS"
+            )
         return _connections.get(id(worker)) or cls(worker)
 
     @classmethod
@@ -93,28 +100,51 @@ class Connection:
             raise
         return cls(workers)
 
+    def warn_if_empty(self, trains: bool) -> None:
+        """Warn, once, of lookups in a store without rows, where there should be some.
+
+        That is in an evaluation, in a store of its own or a TrainCtx's, and in training where
+        the model has been trained already: its rows ended with the TrainCtx that had them.
+        """
+        is_of_training = self.backward is not None
+        if not (self.is_read_only or (is_of_training and not trains) or self.has_trained_model):
+            return
+        if self._is_looked_at:
+            return
+        self._is_looked_at = True
+        if sum(self.worker.get_embedding_size()):
+            return
+        if self.is_read_only:
+            logger.warning(
+                "this evaluation looks up in an embedding store of its own, which is empty: "
+                "every row is zeros. To read what a TrainCtx trains, enter the context inside "
+                "that TrainCtx or pass embedding_worker=; to serve a checkpoint, "
+                "load_checkpoint() first"
+            )
+        else:
+            logger.warning(
+                "%s, and this TrainCtx has no rows: an evaluation reads zeros. Rows end with "
+                "the TrainCtx that trained them, and a state dict has none: stay in one "
+                "`with`, enter the same TrainCtx again, or dump_checkpoint() there and "
+                "load_checkpoint() here first",
+                "the model was trained in an earlier TrainCtx"
+                if self.has_trained_model
+                else "this is an evaluation before any training",
+            )
+
     def report(self, values: Mapping[str, float]) -> None:
         """Keep what a script reported, and record it."""
         numbers: dict[str, float] = {}
         for name, value in values.items():
             try:
                 numbers[name] = float(value)
-            except (TypeError, ValueError) as exc:
+            except (TypeError, ValueError):
                 raise DataTypeError(
                     f"report: expected a number for {name}, got {type(value).__name__}"
-                ) from exc
+                ) from None
         self.reported = {**self.reported, **numbers}
         if self.recorder is not None:
             self.recorder.note_reported(numbers)
-
-    def slot_names(self) -> list[str]:
-        """Return the slots of the embedding config, if servers still answer."""
-        try:
-            with within(_ASK_S):
-                return [one.name for one in self.worker.feature_stats()]
-        except Exception as exc:  # the model's error is what the user must see
-            logger.debug("no slots to compare a batch with: %r", exc)
-            return []
 
     def close(self) -> None:
         """Close the sockets to the embedding-workers of a job."""
@@ -166,6 +196,20 @@ class Connection:
         if backward is not None:
             backward.wait()
 
+    def end_recording(self, write_report: Callable[[], None] | None) -> None:
+        """Settle what is recorded, and write the report if there is to be one."""
+        recorder = self.recorder
+        if recorder is None:
+            return
+        try:
+            if write_report is None:
+                recorder.settle()
+            else:
+                write_report()
+        finally:
+            self.recorder = None
+            recorder.close()
+
     def end_updates(self, backward: BackwardPipeline) -> None:
         """Send what is queued, and let no other context queue an update."""
         self.backward, self.folders = None, None
@@ -204,6 +248,7 @@ def data_loader_script() -> Path:
         raise ConfigError(
             f"StreamingDataset in embedded mode runs a data-loader script, {source} {script}, "
             "which does not exist: write one that sends batches by persia.ctx.DataCtx, or give "
-            "the DataLoader an IterableDataset"
+            "the DataLoader an IterableDataset; where ensure_persia_service() starts the "
+            "servers, make the StreamingDataset inside its `with`"
         )
     return script

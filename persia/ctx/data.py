@@ -110,6 +110,24 @@ class DataCtx(BaseCtx):
             meta=persia_batch.meta,
         )
 
+    def end_epoch(self) -> None:
+        """End an epoch, and with it, at the trainer, one loop over the DataLoader.
+
+        Batches sent from here on wait for the next loop, so that the trainer can validate
+        between two; the end of the last epoch need not be said. All data-loaders send the same
+        number of epochs. A script that leaves batches out by ``seek`` calls it for the epochs
+        that it leaves out, too.
+
+        Example:
+            >>> def send_epochs(batches, epochs):
+            ...     with DataCtx() as ctx:
+            ...         for _ in range(epochs):
+            ...             for batch in batches:
+            ...                 ctx.send_data(batch)
+            ...             ctx.end_epoch()
+        """
+        self._sender("end_epoch").end_epoch()
+
     @property
     def resume_position(self) -> int:
         """How many of this data-loader's batches the trainer has, once every nn-worker answers.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from persia import _context_stack, env
 from persia._cluster.embedded import build_embedding_worker
@@ -14,6 +17,7 @@ from persia._metrics.top_view import View, need_rich
 from persia._process_exit import mark_participated
 from persia._training import checkpoint, error_hints
 from persia._training.batch import PersiaTrainingBatch
+from persia._training.feature_order import check_names
 from persia._training.queues import Closed, Finished
 from persia.config import EmbeddingSchema, load_configs
 from persia.ctx.base import BaseCtx, PreprocessMode, usable_device
@@ -25,29 +29,27 @@ from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-
-    import torch
 
     from persia._metrics.registry import MetricSource
     from persia._metrics.top_view import Frame
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
-    from persia._training.batch import Jagged
+    from persia._training.batch import Jagged, NamedList
     from persia._training.forward import ForwardPipeline, PassOptions
     from persia._training.inflight import InFlightTracker
     from persia._training.progress import Plain
     from persia._training.ranks import Ranks
     from persia.config import ConfigSource
 
-    Features = tuple[list[torch.Tensor], list[torch.Tensor | Jagged], list[torch.Tensor] | None]
+    Features = tuple[
+        NamedList[torch.Tensor],
+        NamedList[torch.Tensor | Jagged],
+        NamedList[torch.Tensor] | None,
+    ]
+
 
 logger = logging.getLogger("persia.ctx")
-
-_OWN_STORE = (
-    "this %s context has an embedding store of its own, which begins empty: to read what a "
-    "TrainCtx trains, enter it inside that TrainCtx or pass embedding_worker="
-)
 
 
 class EmbeddingCtx(BaseCtx):
@@ -63,10 +65,17 @@ class EmbeddingCtx(BaseCtx):
         embedding_config: ``EmbeddingConfig``, or the slots as a mapping or the path of a
             YAML file. Without slots, ``PERSIA_EMBEDDING_CONFIG`` names the file.
         threadpool_worker_size: Without effect, as of every context.
-        device_id: Number of the CUDA device of the model. None, or below 0, is the CPU.
+        device_id: Number of the CUDA device of the model; below 0 is the CPU. None is the CPU
+            too, but in EVAL and INFERENCE mode that of the context it is entered in, if any.
         global_config: Settings of the servers, as a mapping or the path of a YAML file;
             None reads the file named by ``PERSIA_GLOBAL_CONFIG``, if any.
         embedding_worker: Another context's, to use instead of building servers.
+        features: Names of the id features in the order in which the model receives them. None
+            is the order of the first batch that is trained, which checkpoints keep. Every batch
+            is put into that order by name, and its dense tensors and labels too, if they were
+            given names.
+        allow_missing: Of these features, the names of those that a batch need not have: the
+            model then receives what it does of samples without an id.
 
     Attributes:
         embedding_config: What servers are configured with on entering TrainCtx.
@@ -85,8 +94,12 @@ class EmbeddingCtx(BaseCtx):
         *,
         global_config: ConfigSource | None = None,
         embedding_worker: EmbeddingWorker | None = None,
+        features: Sequence[str] | None = None,
+        allow_missing: Sequence[str] = (),
     ) -> None:
         super().__init__(threadpool_worker_size, device_id)
+        self._features = None if features is None else _names("features", features)
+        self._allow_missing = _names("allow_missing", allow_missing)
         self.preprocess_mode = preprocess_mode
         self._trains = preprocess_mode is PreprocessMode.TRAIN
         self.model = model
@@ -99,12 +112,13 @@ class EmbeddingCtx(BaseCtx):
             self._schema = embedding_config
         self._global_config = global_config
         self._session: Session | None = None
+        self._has_checked_mode = False  # of the model's modules, in evaluation
         self._follows_outer = False  # reads the context it is entered in
         self._addresses: list[str] | None = None  # of embedding-workers, if not the job's
         self._tracker: InFlightTracker | None = None  # of the session, or of the last one
         self._view: View | None = None
-        # Dtype and shape of its forward's output, until its backward.
-        self._output: tuple[Any, Any] | None = None
+        # Labels of its forward, and the output's dtype and shape, until its backward.
+        self._output: tuple[list[torch.Tensor] | None, Any, Any] | None = None
         # Those that may take part in the next backward, in the order of preparation, by id().
         # Weak, or a loop without backward would fill the memory.
         self._prepared: weakref.WeakValueDictionary[int, PersiaTrainingBatch] = (
@@ -118,28 +132,32 @@ class EmbeddingCtx(BaseCtx):
             self._build()
 
     def _use(self, connection: Connection, owns_connection: bool = False) -> None:
-        self._session = Session(connection, self._trains, owns_connection)
+        self._session = Session(
+            connection, self._trains, owns_connection, self._features, self._allow_missing
+        )
         self._tracker, self._view = self._session.tracker, None
 
     def _build(self) -> None:
         """Use servers in this process."""
+        if not self._trains:
+            _check_source(self._schema)
         worker = build_embedding_worker(*load_configs(self._schema, self._global_config))
         if not self._trains:
             worker.configure(self.embedding_config.settings())
-            logger.warning(_OWN_STORE, self.preprocess_mode.name)
         self._use(Connection(worker, is_read_only=not self._trains))
 
     def _connected(self) -> Session:
         if self._session is None:
             raise ConfigError(
-                f"this {type(self).__name__} has no embeddings yet: enter it, inside a "
-                "TrainCtx, or pass embedding_config="
+                f"this {type(self).__name__} has no embeddings yet: enter it, `with ... as "
+                "ctx:`, inside a TrainCtx, or pass embedding_config="
             )
         return self._session
 
     # --- entering and leaving ---------------------------------------------------------------
 
     def _enter(self) -> None:
+        self._has_checked_mode = False
         with contextlib.ExitStack() as stack:
             self._open(stack)
             stack.callback(self._finish)
@@ -154,6 +172,8 @@ class EmbeddingCtx(BaseCtx):
         """Connect, and push what undoes it; if entering fails, the stack is unwound."""
         outer = _context_stack.current()
         session = outer._session if isinstance(outer, EmbeddingCtx) else None
+        if self._is_device_open and not self._trains:
+            self.device_id = getattr(outer, "device_id", None)
         stack.callback(self._disconnect)
         if self._session is not None and not self._follows_outer:
             pass  # made by __init__, or by an earlier entering
@@ -297,14 +317,15 @@ class EmbeddingCtx(BaseCtx):
             # A data-parallel wrapper communicates with other ranks, which may not evaluate now.
             model = checkpoint.unwrap(model)
         non_id_type_tensors, embedding_tensors, labels = self.prepare_features(batch)
+        if batch.ticket is None and not self._has_checked_mode:
+            self._has_checked_mode = _warn_of_training_mode(model)
         self._output = None
         try:
             output = model(non_id_type_tensors, embedding_tensors)
         except Exception as error:
-            slot_names = self._session.connection.slot_names if self._session else list
-            error_hints.explain_model(error, batch, slot_names)
+            error_hints.explain_model(error, batch)
             raise
-        self._output = getattr(output, "dtype", None), getattr(output, "shape", None)
+        self._output = labels, getattr(output, "dtype", None), getattr(output, "shape", None)
         return output, labels
 
     def prepare_features(self, batch: PersiaTrainingBatch) -> Features:
@@ -312,11 +333,7 @@ class EmbeddingCtx(BaseCtx):
 
         Labels are None if the batch has none, and in INFERENCE mode.
         """
-        if not isinstance(batch, PersiaTrainingBatch):
-            raise DataTypeError(
-                "expected a batch with its embeddings, as DataLoader or "
-                f"get_embedding_from_data gives it, got {type(batch).__name__}"
-            )
+        _check_batch(batch, self._tracker if self._trains else None)
         self.current_batch = batch
         if batch.ticket is not None:
             self._prepared[id(batch)] = batch
@@ -330,6 +347,7 @@ class EmbeddingCtx(BaseCtx):
         In TRAIN mode with ``requires_grad`` it can take one backward, and is released when it
         is dropped without. Tensors go to the device; None is the context's, below 0 the CPU.
         """
+        _check_raw(persia_batch)
         device = self.device_id if device_id is None else usable_device(device_id)
         return self._connected().look_up(persia_batch, device)
 
@@ -480,10 +498,7 @@ class EmbeddingCtx(BaseCtx):
         checkpoint.save_dense(torch_instance, dst_dir, file_name, is_jit)
 
     def load_torch_state_dict(
-        self,
-        torch_instance: Any,
-        src_dir: str | os.PathLike[str],
-        map_location: Any = None,
+        self, torch_instance: Any, src_dir: str | os.PathLike[str], map_location: Any = None
     ) -> None:
         """Load a file, ``src_dir``, into a model or optimizer; CheckpointError if it cannot."""
         checkpoint.load_dense(torch_instance, src_dir, map_location)
@@ -510,6 +525,8 @@ class InferCtx(EmbeddingCtx):
         *,
         global_config: ConfigSource | None = None,
         embedding_worker: EmbeddingWorker | None = None,
+        features: Sequence[str] | None = None,
+        allow_missing: Sequence[str] = (),
     ) -> None:
         super().__init__(
             PreprocessMode.INFERENCE,
@@ -519,7 +536,14 @@ class InferCtx(EmbeddingCtx):
             device_id,
             global_config=global_config,
             embedding_worker=embedding_worker,
+            features=features,
+            allow_missing=allow_missing,
         )
+        if isinstance(embedding_worker_address_list, str):
+            raise ConfigError(
+                "embedding_worker_address_list: expected a list of addresses, got a str; write "
+                f"[{embedding_worker_address_list!r}]"
+            )
         if embedding_worker_address_list:
             self._addresses = list(embedding_worker_address_list)
 
@@ -536,6 +560,8 @@ def eval_ctx(
     *,
     global_config: ConfigSource | None = None,
     embedding_worker: EmbeddingWorker | None = None,
+    features: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
 ) -> EmbeddingCtx:
     """Return an ``EmbeddingCtx`` in EVAL mode; the arguments are its own."""
     return EmbeddingCtx(
@@ -546,10 +572,92 @@ def eval_ctx(
         device_id,
         global_config=global_config,
         embedding_worker=embedding_worker,
+        features=features,
+        allow_missing=allow_missing,
     )
 
 
 eval_ctx.__module__ = "persia.ctx"
+
+
+def _names(what: str, given: object) -> tuple[str, ...]:
+    """Return a list of names as a tuple, each once."""
+    names = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    if what == "features" and isinstance(given, set | frozenset):
+        is_list = False  # its order differs from process to process
+    if not is_list or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{what}: expected a list of feature names, got {given!r:.200}")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{what}: expected each name once, got {twice!r} twice")
+    return names
+
+
+# Models that were warned of. Contexts of an evaluation are often made once for each epoch.
+_forgotten: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _warn_of_training_mode(model: Any) -> bool:
+    """Warn, once, of modules that act as in training; False if no evaluation is entered."""
+    current = _context_stack.current()
+    if not isinstance(current, EmbeddingCtx) or current._trains:
+        return False
+    if not isinstance(model, torch.nn.Module) or model in _forgotten:
+        return True
+    drops, norms = torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._BatchNorm
+    acting = [
+        name
+        for name, module in model.named_modules()
+        if module.training
+        and (isinstance(module, norms) or (isinstance(module, drops) and module.p > 0))
+    ]
+    if acting:
+        _forgotten.add(model)
+        logger.warning(
+            "this evaluation calls a model in training mode, in which dropout is active and "
+            "BatchNorm changes its statistics (%s): call model.eval() before, and "
+            "model.train() after (said once)",
+            ", ".join(acting[:4]) + ", ..." * (len(acting) > 4),
+        )
+    return True
+
+
+def _check_source(schema: object) -> None:
+    """Refuse a context that reads, is entered in no other, and has no config."""
+    if schema is None and env.embedding_config_path() is None:
+        raise ConfigError(
+            "this context has no embeddings to read: enter it inside the `with TrainCtx(...)` "
+            "that trains them; or to read a checkpoint, pass embedding_config=, or set "
+            "PERSIA_EMBEDDING_CONFIG, and load_checkpoint()"
+        )
+
+
+def _check_raw(batch: object) -> None:
+    """Refuse what is no batch yet."""
+    if not isinstance(batch, PersiaBatch):
+        raise DataTypeError(
+            f"get_embedding_from_data: expected a PersiaBatch, got {type(batch).__name__}; "
+            "persia.readers.Columns(...).batch(values) makes one of a request's mapping"
+        )
+
+
+def _check_batch(batch: object, tracker: InFlightTracker | None) -> None:
+    """Refuse what a model cannot be called with; ``tracker`` is of a context that trains."""
+    if not isinstance(batch, PersiaTrainingBatch):
+        raise DataTypeError(
+            "expected a batch with its embeddings, as DataLoader or "
+            f"get_embedding_from_data gives it, got {type(batch).__name__}"
+        )
+    if batch.missing_dense:
+        check_names("dense feature", (), batch.missing_dense)
+    ticket = batch.ticket
+    if tracker is not None and ticket is not None and ticket.owner not in (0, id(tracker)):
+        raise ConfigError(
+            "TrainCtx: expected a batch that was looked up in it, got one of another TrainCtx; "
+            "a DataLoader belongs to the context that is entered last: train it in its own "
+            "`with`, one after the other, or both nets as one model"
+        )
 
 
 def _prepare_feature(batch: PersiaTrainingBatch, preprocess_mode: PreprocessMode) -> Features:
@@ -574,6 +682,9 @@ def batches_of(
                 try:
                     batch = epoch.next()
                 except Finished:
+                    ctx = context()
+                    if ctx is not None:
+                        ctx._connected().note_pass_end()
                     return
                 except Closed:
                     raise ConfigError(

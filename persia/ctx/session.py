@@ -15,15 +15,16 @@ from persia._metrics.definitions import TRAINER
 from persia._metrics.registry import MetricSource, Sample
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._training.batch import DeviceTransfer
+from persia._training.feature_order import Arranger
 from persia._training.forward import DatasetSource, ForwardPipeline, Lookups
 from persia._training.inflight import InFlightBatch, InFlightTracker, Reason
 from persia._training.progress import count_done
-from persia._training.receiver import Stream, StreamSource, check_room
+from persia._training.stream_source import Stream, StreamSource, check_room
 from persia.ctx.checkpoints import Checkpoints
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.forward import PassOptions, Source
@@ -39,18 +40,24 @@ class Session:
     """What one context does at a connection: passes, lookups, checkpoints, metrics."""
 
     def __init__(
-        self, connection: Connection, trains: bool, owns_connection: bool = False
+        self,
+        connection: Connection,
+        trains: bool,
+        owns_connection: bool = False,
+        features: Sequence[str] | None = None,
+        allow_missing: Sequence[str] = (),
     ) -> None:
         self._rank = env.get_rank() or 0
         self.connection = connection
         self.owns_connection = owns_connection
-        self.checkpoints = Checkpoints(connection)
+        self.checkpoints = Checkpoints(connection, trains, features)
         self.tracker = InFlightTracker(connection.worker)
         self.lookups = Lookups(
             connection.worker,
             self.tracker,
             trains,
             before_evaluation=connection.wait,
+            arranger=Arranger(connection.worker, connection.order, features, allow_missing),
             rank=self._rank,
             world_size=env.get_world_size() or 1,
         )
@@ -86,7 +93,10 @@ class Session:
         ranks: Ranks | None,
     ) -> ForwardPipeline:
         """Prepare the pipeline of a pass; see ``EmbeddingCtx.open_pass``."""
+        if self.lookups.trains and self.connection.recorder is not None:
+            self.connection.recorder.note_pass(options)
         self.checkpoints.reader.wait()
+        self.connection.warn_if_empty(self.lookups.trains)
         self.connection.flush()  # no lookup of this pass may overtake an update of the last one
         transfer = self.transfer(device_id)
         kind = "stream" if dataset is None else "dataset"
@@ -108,6 +118,11 @@ class Session:
         # Replaced whole: another thread may read it.
         self._passes = [weakref.ref(one) for one in (*self._referenced(), pipeline)]
         return pipeline
+
+    def note_pass_end(self) -> None:
+        """Note that the loop has come to the end of a pass."""
+        if self.lookups.trains and self.connection.recorder is not None:
+            self.connection.recorder.note_mark("end of a pass")
 
     def _stream(self, options: PassOptions, resumed: Plain | None) -> Stream:
         connection, world_size = self.connection, env.get_world_size() or 1
@@ -135,6 +150,7 @@ class Session:
         """Look one batch up now; it is released when it is dropped without a backward."""
         tracker = self.tracker
         tracker.release_orphans()
+        self.connection.warn_if_empty(self.lookups.trains)
         transfer = self.transfer(device_id)
         found = transfer.copy(batch)
         ticket = InFlightBatch(
@@ -144,7 +160,7 @@ class Session:
         )
         if not self.lookups.has_gradients(ticket):
             self.connection.flush()
-        self.lookups.number(ticket)
+        self.lookups.number(found, ticket)
         outputs = self.lookups.lookup(found, ticket)
         try:
             transfer.stage(found, outputs)
@@ -221,6 +237,11 @@ class Session:
         num_waiting, num_bytes = (0, 0) if backward is None else backward.measure()
         yield Sample("persia_update_queue_batches", num_waiting)
         yield Sample("persia_update_queue_bytes", num_bytes)
+
+
+def new_scaler(device_id: int | None) -> torch.amp.GradScaler:
+    """Return what scales losses on a device."""
+    return torch.amp.GradScaler(torch_device(device_id).type)
 
 
 def torch_device(device_id: int | None) -> torch.device:

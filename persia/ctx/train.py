@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import secrets
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,33 +15,49 @@ from persia import env
 from persia._files.writer_lock import JobFolders
 from persia._process_exit import mark_participated
 from persia._report import summary
+from persia._report.parameters import parameters
 from persia._report.recorder import Recorder
 from persia._training.backward import BackwardPipeline
+from persia._training.backward_checks import (
+    BackwardChecks,
+    check_loss,
+    check_no_backward,
+    has_gradients,
+    run_backward,
+    ticket_to_keep,
+)
 from persia._training.checkpoint import unwrap
+from persia._training.dense_step import BeforeStep, DenseStep, gradients
+from persia._training.feature_order import check_ranks
 from persia._training.ranks import Ranks, StepBarrier, uneven_steps
+from persia.config import EmbeddingSchema
 from persia.ctx.base import PreprocessMode
 from persia.ctx.checkpoints import TrainerState
 from persia.ctx.embedding import EmbeddingCtx
-from persia.ctx.session import torch_device
+from persia.ctx.session import new_scaler, torch_device
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding.optim import Optimizer
-from persia.errors import ConfigError, DataError, DataTypeError
+from persia.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from persia._rpc.messages import EmbeddingWorker
+    from persia._training.backward import Rate
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import InFlightBatch, InFlightTracker
     from persia._training.progress import Plain, Position
     from persia._training.queues import BoundedQueue
     from persia.config import ConfigSource
     from persia.ctx.connection import Connection
+    from persia.ctx.session import Session
     from persia.embedding import EmbeddingConfig
 
 logger = logging.getLogger("persia.ctx")
+
+_trained: weakref.WeakSet[Any] = weakref.WeakSet()  # models, by contexts of this process
 
 
 class TrainCtx(EmbeddingCtx):
@@ -61,14 +77,15 @@ class TrainCtx(EmbeddingCtx):
         model: As of ``EmbeddingCtx``, as are all that are not named here.
         embedding_gradient_reduction: Over ranks, ``"mean"`` (equals synchronous training) or
             ``"sum"``.
-        report: HTML file for rank 0's report of the run, written when the context is left.
+        report: File for rank 0's report of the run, written when the context is left: a page,
+            or with a name in ``.json`` its data.
         tensorboard: Folder for rank 0's event files: loss, speed, rows, norms, reported values.
 
     Attributes:
         world_size: Number of ranks; ``rank_id`` is this one.
         mixed_precision: Whether the loss is scaled.
         grad_scaler: The ``torch.amp.GradScaler``, or None.
-        update_times: Number of ``backward`` calls.
+        update_times: Number of ``backward`` calls that stepped.
 
     Example:
         >>> with TrainCtx(  # doctest: +SKIP
@@ -102,17 +119,15 @@ class TrainCtx(EmbeddingCtx):
         *,
         global_config: ConfigSource | None = None,
         embedding_worker: EmbeddingWorker | None = None,
+        features: Sequence[str] | None = None,
+        allow_missing: Sequence[str] = (),
         embedding_gradient_reduction: str = "mean",
         report: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_optimizers(embedding_optimizer, dense_optimizer, model)
         _check_sizes(backward_buffer_size, backward_workers_size, grad_scalar_update_factor)
-        if embedding_gradient_reduction not in ("mean", "sum"):
-            raise ConfigError(
-                "embedding_gradient_reduction must be 'mean' or 'sum', got "
-                f"{embedding_gradient_reduction!r}"
-            )
+        _check_words(embedding_gradient_reduction, mixed_precision)
         super().__init__(
             PreprocessMode.TRAIN,
             model,
@@ -121,6 +136,8 @@ class TrainCtx(EmbeddingCtx):
             device_id,
             global_config=global_config,
             embedding_worker=embedding_worker,
+            features=features,
+            allow_missing=allow_missing,
         )
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer: torch.optim.Optimizer = dense_optimizer
@@ -132,18 +149,18 @@ class TrainCtx(EmbeddingCtx):
         self.rank_id = env.get_rank() or 0
         has_device = self.device_id is not None
         self.mixed_precision = has_device if mixed_precision is None else mixed_precision
-        device = torch_device(self.device_id)
-        self.grad_scaler = torch.amp.GradScaler(device.type) if self.mixed_precision else None
-        self._scaling = LossScaling()
+        self.grad_scaler = new_scaler(self.device_id) if self.mixed_precision else None
         self.update_times = 0
         if self.world_size > 1:
             self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
-        self._reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
+        reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
+        self._dense = DenseStep(grad_scalar_update_factor, reduction)
+        self._checks = BackwardChecks()
+        self._rates: list[Rate] = []  # of a checkpoint, until the next entering
         self._state = TrainerState(self.rank_id, self.world_size)
         self._report, self._tensorboard = report, tensorboard
         summary.check_outputs(report, tensorboard, self.rank_id)
-        self._has_warned_no_gradients = False
 
     # --- its ranks, its updates and its report ----------------------------------------------
 
@@ -193,15 +210,17 @@ class TrainCtx(EmbeddingCtx):
         connection, tracker = session.connection, session.tracker
         if connection.backward is not None:
             raise ConfigError("another TrainCtx that shares these embeddings is entered")
+        connection.has_trained_model = _is_trained(self.model)
         mark_participated()
         connection.worker.configure(self.embedding_config.settings())
         connection.worker.register_optimizer(self.embedding_optimizer.settings())
         if self.world_size > 1:
             self._ranks = Ranks(self.world_size, self.rank_id)
+            check_ranks(self._ranks, self._features)
         engine = BackwardPipeline(
             connection.worker,
             tracker,
-            client=self._new_client(),
+            client=_new_client(self.rank_id),
             num_workers=self.backward_workers_size,
             capacity=self.backward_buffer_size,
             device=torch_device(self.device_id),
@@ -209,47 +228,30 @@ class TrainCtx(EmbeddingCtx):
         )
         engine.end_step(self.update_times)
         engine.is_between_passes = session.progress.is_between_passes
+        rates, self._rates = self._rates, []
+        engine.learning_rates.restore(rates)
         stack.callback(connection.leave_barrier)
-        stack.callback(self._end_recording, connection)
-        stack.callback(lambda: self._scaling.warn_of_nans(tracker, self.update_times, True))
+        stack.callback(connection.end_recording, self.write_report if self._report else None)
+        stack.callback(lambda: self._dense.warn_of_nans(tracker, self.update_times, True))
         stack.callback(connection.end_updates, engine)
         if self._ranks is not None:
-            connection.barrier = StepBarrier(
-                self.world_size,
-                self.rank_id,
-                engine.hold,
-                engine.resume,
-                lambda: self._state.of_rank(session.progress),
-                env.rpc_timeout_s(),
-            )
+            connection.barrier = _step_barrier(self, engine, session)
         if self.rank_id == 0 and (self._report is not None or self._tensorboard is not None):
-            connection.recorder = Recorder(
-                connection.worker, tracker, engine, self.world_size, self._tensorboard
-            )
+            connection.recorder = _recorder(self, connection, tracker, engine)
         connection.backward, connection.folders = engine, folders
 
-    def _end_recording(self, connection: Connection) -> None:
-        recorder = connection.recorder
-        if recorder is None:
-            return
-        try:
-            if self._report is None:
-                recorder.settle()
-            else:
-                self.write_report()
-        finally:
-            connection.recorder = None
-            recorder.close()
+    def _finish(self) -> None:
+        self._checks.warn_of_kept(self._kept)
+        if self._kept:
+            self.dense_optimizer.zero_grad()
+        if self.update_times and isinstance(self.model, torch.nn.Module):
+            _trained.add(unwrap(self.model))
+        super()._finish()
 
     def _leave_ranks(self) -> None:
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()
-
-    def _new_client(self) -> int:
-        # First half of the update ids: random, so that a context that is entered again
-        # repeats none of them; the low bits are the rank.
-        return secrets.randbits(47) << 16 | self.rank_id
 
     def write_report(self, path: str | os.PathLike[str] | None = None) -> None:
         """Write the report of the run so far; without a path, to the file ``report=`` names.
@@ -266,13 +268,7 @@ class TrainCtx(EmbeddingCtx):
                 "TrainCtx.write_report: expected TrainCtx(report='report.html'), which has the "
                 "run recorded, and to be called inside its `with`"
             )
-        summary.write(
-            self._report if path is None else path,
-            recorder,
-            unwrap(self.model),
-            self.embedding_optimizer,
-            self.dense_optimizer,
-        )
+        summary.write(self._report if path is None else path, recorder, unwrap(self.model))
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -332,14 +328,21 @@ class TrainCtx(EmbeddingCtx):
 
     def _trainer_state(self, others: list[Plain]) -> Plain:
         progress = self._connected().progress
-        return self._state.of_all(self.update_times, self.grad_scaler, progress, others)
+        engine = self.backward_engine
+        rates = self._rates if engine is None else engine.learning_rates.state()
+        return self._state.of_all(self.update_times, self.grad_scaler, progress, others, rates)
 
     def _resume(self, trainer: Plain) -> None:
         self.update_times = trainer["step"]
         engine = self.backward_engine
-        if engine is not None:
+        rates = trainer.get("rates")  # those before did not have them
+        if engine is None:
+            self._rates = rates or []
+        else:
+            if rates is not None:
+                engine.learning_rates.restore(rates)
             engine.end_step(self.update_times)
-            engine.client = self._new_client()  # numbers of updates come again
+            engine.client = _new_client(self.rank_id)  # numbers of updates come again
         if self.grad_scaler is not None and trainer["scaler"] is not None:
             self.grad_scaler.load_state_dict(trainer["scaler"])
         session = self._connected()
@@ -363,8 +366,8 @@ class TrainCtx(EmbeddingCtx):
         """Set the learning rate of embeddings from the next ``backward`` on, on this rank.
 
         Gradients in flight keep the rate under which they were computed. It holds until the
-        end of the ``with`` block, or until an optimizer is registered. Setting the same rate
-        again costs nothing.
+        end of the ``with`` block, or until an optimizer is registered; checkpoints have it,
+        and loading one sets it. Setting the same rate again costs nothing.
 
         Args:
             lr: Learning rate, such as ``scheduler.get_last_lr()[0]``.
@@ -377,205 +380,170 @@ class TrainCtx(EmbeddingCtx):
         """
         self._engine("set_lr").learning_rates.set(lr, group)
 
+    def prepare_features(self, batch: PersiaTrainingBatch) -> Any:
+        """Return dense tensors, embeddings and labels, as ``EmbeddingCtx`` does."""
+        self._checks.is_forwarded_again = batch is self.current_batch
+        if not self._checks.is_forwarded_again:
+            self._checks.warn_of_lost(self.current_batch)
+        return super().prepare_features(batch)
+
     def keep(self, batch: PersiaTrainingBatch) -> None:
-        """Hold a batch, to accumulate gradients, until a ``backward`` whose loss reaches it.
+        """Hold a batch, for a loss of several batches, until the next ``backward`` that steps.
 
         ``embedding_staleness`` bounds how many can be kept. One that has ended already is a
-        DataError.
-
-        Example:
-            >>> for number, batch in enumerate(loader, start=1):  # doctest: +SKIP
-            ...     output, labels = ctx.forward(batch)
-            ...     losses.append(loss_fn(output, labels[0]) / 4)
-            ...     if number % 4:
-            ...         ctx.keep(batch)
-            ...     else:
-            ...         ctx.backward(sum(losses))
-            ...         losses.clear()
+        DataError; one that the loss does not reach is released with a warning. To accumulate
+        gradients, ``backward(loss, step=False)`` holds no graphs.
         """
-        if batch.ticket is None:
-            raise DataError(f"batch {batch.batch_id} has no gradients that could be kept")
-        self._connected().tracker.keep(batch.ticket)
+        self._engine("keep")  # or an own store would keep it for a block to come
+        self._connected().tracker.keep(ticket_to_keep(batch))
         self._prepared[id(batch)] = batch
         self._kept.append(batch)
 
     def backward(
-        self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20
+        self,
+        loss: torch.Tensor,
+        embedding_gradient_check_frequency: int = 20,
+        *,
+        max_norm: float | None = None,
+        before_step: Callable[[], object] | None = None,
+        step: bool = True,
     ) -> torch.Tensor:
         """Run the loss backward, step the dense optimizer, and send embedding gradients.
 
+        It calls ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``.
         Without a GradScaler, the embedding-worker leaves non-finite rows out one by one and
-        counts them. With one, any non-finite gradient skips the whole batch, dense and
-        sparse alike; every step is checked, for the scaler waits for the device anyway.
+        counts them. With one, a non-finite gradient skips the batch, dense and sparse alike.
 
         Args:
             loss: A scalar that depends on the current batch, and on those kept. It is
                 returned, multiplied with the scale under mixed precision.
             embedding_gradient_check_frequency: Steps between warnings of rows left out.
+            max_norm: Clip the dense gradients, as ``torch.nn.utils.clip_grad_norm_``, to this
+                norm over all of them: unscaled, and those that DDP has averaged over ranks.
+                Embedding gradients count nothing to it and are not clipped.
+            before_step: Called without arguments when the dense gradients are there, unscaled
+                and clipped, before the optimizer steps; not where a scaler skips the step.
+            step: False only adds this loss's gradients to those of the next ``backward``,
+                and frees its graph. Each batch's rows then get its own update.
 
         Raises:
             DataError: If no batch was prepared, the current one had its backward, or the loss
                 is not one number that depends on something trained.
-            ConfigError: Outside the ``with`` block.
-            BaseException: What an earlier update raised.
+            ConfigError: Outside the ``with`` block, or if an argument cannot be used.
+            BaseException: What an earlier update raised, or ``before_step`` did.
+
+        Example:
+            >>> for number, batch in enumerate(loader, start=1):  # doctest: +SKIP
+            ...     output, labels = ctx.forward(batch)
+            ...     loss = loss_fn(output, labels[0]) / 4
+            ...     ctx.backward(loss, max_norm=1.0, step=number % 4 == 0)
         """
-        _check_loss(loss)
-        session, engine = self._connected(), self._engine("backward")
-        recorder = session.connection.recorder
-        engine.raise_failure()
-        current = self._batch_to_train(session.tracker)
-        self._scaling.loss = unscaled = loss.detach()
-        scale, step = 1.0, self.update_times + 1
+        check_loss(loss)
+        before = BeforeStep(max_norm, before_step)
+        session = self._connected()
+        self._engine("backward").raise_failure()
+        current = self._checks.to_train(self.current_batch, session.tracker)
+        if not self._checks.is_forwarded_again:
+            check_no_backward(current)
+        self._dense.loss = unscaled = loss.detach()
         if self.grad_scaler is not None:
-            loss, scale = self.grad_scaler.scale(loss), self.grad_scaler.get_scale()
-        session.last_step = step, unscaled.item
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss = self.grad_scaler.scale(loss)
+        self._run_backward(loss)
         self._output = None
-        if recorder is not None and recorder.note_step(step, unscaled):
-            # Every few steps, while leaves have gradients.
-            recorder.note_norms(self._prepared.values(), gradients(self.dense_optimizer), scale)
-        updates = engine.collect(list(self._prepared.values()), current)
-        # What this backward has not reached is still held.
-        self._kept = [batch for batch in self._kept if batch.awaits_backward()]
-        for key, batch in list(self._prepared.items()):
-            if not batch.awaits_backward():
-                del self._prepared[key]
-        self._step(engine, updates, scale)
-        self.dense_optimizer.zero_grad()
-        self.update_times = step
-        if self.rank_id:
-            self._state.note_step()
-        engine.end_step(step)
-        if step % max(embedding_gradient_check_frequency, 1) == 0:
-            self._scaling.warn_of_nans(session.tracker, step)
+        if step:
+            self._step(session, current, unscaled, before)
+            if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
+                self._dense.warn_of_nans(session.tracker, self.update_times)
+        else:
+            for batch in list(self._prepared.values()):
+                if batch not in self._kept and batch.awaits_backward() and has_gradients(batch):
+                    self.keep(batch)
         return loss
 
-    def _batch_to_train(self, tracker: InFlightTracker) -> PersiaTrainingBatch:
-        """Return the current batch, checked before the loss changes any gradient."""
-        current = self.current_batch
-        if current is None:
-            raise DataError(
-                "no batch to take gradients of: call ctx.forward(batch) or "
-                "ctx.prepare_features(batch) first"
-            )
-        if current.ticket is not None:
-            tracker.check_open(current.ticket)
-        elif not self._has_warned_no_gradients:
-            self._has_warned_no_gradients = True
-            logger.warning(
-                "batch %d has no embedding gradients (made with requires_grad=False, or looked "
-                "up in an eval_ctx), so it trains the dense net only; said once",
-                current.batch_id,
-            )
-        tracker.release_orphans()
-        return current
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        try:
+            run_backward(loss)
+        except BaseException:
+            if not self._kept:  # else those of the batches before would go, too
+                self.dense_optimizer.zero_grad()  # or the next step would be made with them
+            raise
 
     def _step(
-        self, engine: BackwardPipeline, updates: list[InFlightBatch], scale: float
-    ) -> None:
-        """Step the dense optimizer and queue the updates; under a scaler both or neither."""
-        if self.grad_scaler is None:
-            # Queued first: workers send while the dense optimizer steps.
-            engine.submit(updates, scale * self._reduction)
-            self.dense_optimizer.step()
-            return
-        # Not every algorithm makes the dense gradients of all ranks equal.
-        are_own = getattr(self.distributed_option, "needs_equal_batches", False)
-        factor, ranks = self.grad_scalar_update_factor, self._ranks
-        try:
-            is_finite = self._scaling.step(
-                self.grad_scaler, self.dense_optimizer, updates, scale, factor, ranks, are_own
-            )
-        except BaseException:
-            engine.discard(updates)
-            raise
-        if is_finite:
-            engine.submit(updates, scale * self._reduction)
-        else:
-            engine.skip(updates)
-            self._scaling.is_loss_bad(self.update_times + 1)
-
-
-class LossScaling:
-    """Steps under a GradScaler, and what is logged of gradients that are not finite."""
-
-    def __init__(self) -> None:
-        self.loss: torch.Tensor | None = None  # of the last step; reading it waits
-        self._num_warned = 0  # rows that were not finite, when that was last logged
-        self._num_bad_losses = 0  # not finite, of those that were read
-
-    def step(
         self,
-        scaler: torch.amp.GradScaler,
-        optimizer: torch.optim.Optimizer,
-        updates: list[InFlightBatch],
-        scale: float,
-        update_factor: float,
-        ranks: Ranks | None,
-        are_own: bool,
-    ) -> bool:
-        """Step the dense optimizer; False if a gradient of it or of ``updates`` is not finite.
-
-        ``are_own``: the dense gradients are this rank's, and may be finite on it only; the
-        scaler would skip the step there, and the average that goes with it.
-        """
-        is_finite = all(update.is_finite() for update in updates)
-        if ranks is not None:
-            is_finite = is_finite and (not are_own or is_dense_finite(optimizer))
-            is_finite = not ranks.any(not is_finite)
-        if not is_finite:
-            # The dense gradients are dropped too: no step, and a smaller scale.
-            scaler.update(scale / update_factor)
-            return False
-        if not gradients(optimizer):
-            return True  # the scaler refuses an optimizer without any gradient
-        scaler.step(optimizer)
-        scaler.update()
-        # The scaler shows that it skipped the step by lowering the scale.
-        return scaler.get_scale() >= scale
-
-    def warn_of_nans(self, tracker: InFlightTracker, step: int, is_last: bool = False) -> None:
-        """Log how many embedding gradients were not finite, if there are more than before."""
-        total, by_feature = tracker.nan_counts()
-        if total <= self._num_warned:
-            return
-        if self.is_loss_bad(step) and not is_last:
-            return  # all gradients of a bad loss are: counted at the end
-        self._num_warned = total
-        logger.warning(
-            "%d embedding gradients were not finite so far and were left out: %s",
-            total,
-            ", ".join(f"{name} {count}" for name, count in sorted(by_feature.items())),
-        )
-
-    def is_loss_bad(self, step: int) -> bool:
-        """Whether the last loss is not finite; logs the 1st, 10th, 100th... that is not.
-
-        It waits for the device: call it only where a gradient is known not to be finite.
-        """
-        value = 0.0 if self.loss is None else self.loss.item()
-        if math.isfinite(value):
-            return False
-        self._num_bad_losses += 1
-        if str(self._num_bad_losses).strip("0") == "1":
-            logger.warning(
-                "the loss is %s at step %d: lower the learning rate, or look at the data",
-                value,
-                step,
+        session: Session,
+        current: PersiaTrainingBatch,
+        loss: torch.Tensor,
+        before: BeforeStep,
+    ) -> None:
+        """Step with the gradients of this backward and those accumulated."""
+        engine, number = self._engine("backward"), self.update_times + 1
+        self._checks.warn_of_schedule(self.dense_optimizer, engine.learning_rates)
+        session.last_step = number, loss.item
+        recorder = session.connection.recorder
+        if recorder is not None and recorder.note_step(number, loss, current.batch_size):
+            # Every few steps, while leaves have gradients.
+            scale = 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+            recorder.note_norms(self._prepared.values(), gradients(self.dense_optimizer), scale)
+        updates = engine.collect(list(self._prepared.values()), current)
+        self._prepared.clear()
+        self._kept.clear()
+        try:
+            self._dense.run(
+                engine,
+                updates,
+                self.dense_optimizer,
+                self.grad_scaler,
+                self._ranks,
+                before,
+                # Not every algorithm makes the dense gradients of all ranks equal.
+                getattr(self.distributed_option, "needs_equal_batches", False),
             )
-        return True
+        finally:
+            self.dense_optimizer.zero_grad()
+        self.update_times = number
+        if self.rank_id:
+            self._state.note_step()
+        engine.end_step(number)
 
 
-def is_dense_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether no dense gradient holds NaN or Inf. Waits for the device."""
-    checks = [torch.isfinite(gradient).all() for gradient in gradients(optimizer)]
-    return not checks or bool(torch.stack(checks).all())
+def _new_client(rank: int) -> int:
+    """Return the first half of update ids; one that is entered again repeats none of them."""
+    return secrets.randbits(47) << 16 | rank
 
 
-def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients of the parameters that have one."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    return [one.grad for one in parameters if one.grad is not None]
+def _recorder(
+    ctx: TrainCtx, connection: Connection, tracker: InFlightTracker, engine: BackwardPipeline
+) -> Recorder:
+    """Return what records a run, beginning with what it is run with."""
+    source = ctx._schema
+    if source is None and env.get_mode() == "embedded":
+        source = env.embedding_config_path()  # else it is the servers', on their machines
+    found = parameters(
+        unwrap(ctx.model),
+        ctx.embedding_optimizer,
+        ctx.dense_optimizer,
+        ctx.embedding_config.settings(),
+        None if source is None else EmbeddingSchema.load(source),
+        {"ranks": ctx.world_size, "mixed precision": ctx.mixed_precision},
+    )
+    return Recorder(connection.worker, tracker, engine, ctx.world_size, found, ctx._tensorboard)
+
+
+def _step_barrier(ctx: TrainCtx, engine: BackwardPipeline, session: Session) -> StepBarrier:
+    """Return what holds all ranks between two steps."""
+    return StepBarrier(
+        ctx.world_size,
+        ctx.rank_id,
+        engine.hold,
+        engine.resume,
+        lambda: ctx._state.of_rank(session.progress),
+        env.rpc_timeout_s(),
+    )
+
+
+def _is_trained(model: Any) -> bool:
+    """Whether an earlier TrainCtx of this process has trained the model."""
+    return isinstance(model, torch.nn.Module) and unwrap(model) in _trained
 
 
 def _distributed(option: object | None, device_id: int | None) -> DistributedBaseOption:
@@ -615,21 +583,51 @@ def _check_optimizers(embedding_optimizer: object, dense_optimizer: Any, model: 
             name = embedding_optimizer.__name__
         raise ConfigError(
             "embedding_optimizer: expected an instance of one of persia.embedding.optim, such "
-            f"as {name}(lr=0.1), got {embedding_optimizer!r:.200}"
+            f"as {name}(lr=0.1), got {_shown(embedding_optimizer)}"
         )
     for name, given in (("dense_optimizer", dense_optimizer), ("model", model)):
         if given is None:
             raise ConfigError(f"TrainCtx needs {name}=, got None")
     groups = getattr(dense_optimizer, "param_groups", None)
-    if groups is None or not callable(getattr(model, "parameters", None)):
+    if isinstance(dense_optimizer, type) or groups is None:
+        todo = "torch.optim.Adam(model.parameters())"
+        if isinstance(dense_optimizer, Optimizer):
+            todo += "; PERSIA's optimizers step rows, as embedding_optimizer="
+        raise ConfigError(
+            f"dense_optimizer: expected a torch optimizer, got {_shown(dense_optimizer)}; "
+            f"write {todo}"
+        )
+    if not callable(model) or isinstance(model, type):
+        raise ConfigError(
+            f"model: expected a torch.nn.Module, got {_shown(model)}; make one by calling it"
+        )
+    if not callable(getattr(model, "parameters", None)):
         return
-    own = {id(parameter) for parameter in model.parameters()}
-    if own and not any(id(one) in own for group in groups for one in group["params"]):
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    absent = sum(id(parameter) not in stepped for parameter in own)
+    if own and absent == len(own):
         logger.warning(
             "dense_optimizer has none of the model's %d parameters, so the dense net is not "
             "trained: make it over model.parameters() of the same model",
             len(own),
         )
+    elif absent:
+        logger.warning(
+            "dense_optimizer has %d of the model's %d parameters: make it over "
+            "model.parameters(), or set requires_grad = False on those that shall stay",
+            len(own) - absent,
+            len(own),
+        )
+
+
+def _shown(given: object) -> str:
+    """Show what was given in one line."""
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if isinstance(given, str | int | float | None):
+        return f"{given!r:.80}"
+    return f"an object of {type(given).__module__}.{type(given).__name__}"
 
 
 def _check_sizes(buffer_size: int, workers_size: int, update_factor: float) -> None:
@@ -640,20 +638,13 @@ def _check_sizes(buffer_size: int, workers_size: int, update_factor: float) -> N
             raise ConfigError(f"backward_{name}_size must be at least 1, got {size}")
 
 
-def _check_loss(loss: torch.Tensor) -> None:
-    """Refuse, before any gradient changes, what torch would refuse after that."""
-    if not callable(getattr(loss, "backward", None)):
-        raise DataTypeError(
-            f"TrainCtx.backward: expected a tensor, got {type(loss).__name__}; give the loss "
-            "tensor, not its .item()"
+def _check_words(reduction: object, mixed_precision: object) -> None:
+    if not isinstance(mixed_precision, bool | None):
+        raise ConfigError(
+            f"mixed_precision: expected True, False or None, got {mixed_precision!r}; True is "
+            "autocast's own dtype, float16 on CUDA"
         )
-    if loss.numel() != 1:
-        raise DataError(
-            "TrainCtx.backward: expected a loss of one number that requires grad, got one of "
-            f'shape {list(loss.shape)}; give its .mean(), or take reduction="none" out'
-        )
-    if not loss.requires_grad:
-        raise DataError(
-            "TrainCtx.backward: expected a loss of one number that requires grad, got one "
-            "without a graph: it was detached, made from a number, or under torch.no_grad()"
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(
+            f"embedding_gradient_reduction must be 'mean' or 'sum', got {reduction!r}"
         )

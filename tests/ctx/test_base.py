@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
+import torch
 
 import persia.ctx
-from persia.ctx import BaseCtx, PreprocessMode, cnt_ctx, eval_ctx
+from persia._training.batch import DeviceTransfer, NamedList, PersiaTrainingBatch
+from persia.ctx import BaseCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
@@ -37,6 +40,34 @@ def test_contexts_nest_and_restore(make_ctx: MakeCtx) -> None:
             raise KeyError("inside")
         assert cnt_ctx() is outer
     assert cnt_ctx() is None
+
+
+def test_an_inner_context_has_the_device_of_the_outer_one(make_ctx: MakeCtx) -> None:
+    class Meta(DeviceTransfer):
+        """A device that every machine has."""
+
+        def stage(self, batch: PersiaTrainingBatch, outputs: Any) -> None:
+            super().stage(batch, outputs)
+            tensors = [torch.zeros(1, device="meta") for _ in outputs]
+            batch.embedding_tensors = NamedList(tensors, batch.feature_names)
+
+    def devices(ctx: Any) -> set[str]:
+        ctx._connected()._transfers[0] = Meta(torch.device("cpu"))  # number 0
+        found = [ctx.get_embedding_from_data(make_batch(0)), *DataLoader(batches(2))]
+        return {one.device.type for batch in found for one in batch.embedding_tensors}
+
+    made = eval_ctx()
+    with make_ctx() as outer:
+        outer.device_id = 0
+        with made:
+            assert devices(made) == {"meta"}
+        with InferCtx() as serving:
+            assert devices(serving) == {"meta"}
+        with eval_ctx(device_id=-1) as inner:
+            assert devices(inner) == {"cpu"}
+        outer.device_id = None
+        with made:
+            assert devices(made) == {"cpu"}
 
 
 def test_a_context_is_entered_once_at_a_time(worker: SpyWorker, make_ctx: MakeCtx) -> None:

@@ -23,7 +23,7 @@ def test_a_failure_of_one_rank_is_one_of_all() -> None:
 
 
 def test_another_number_of_ranks_starts_over(caplog: pytest.LogCaptureFixture) -> None:
-    saved = TrainerState(0, 1).of_all(7, None, Progress(), [])
+    saved = TrainerState(0, 1).of_all(7, None, Progress(), [], [])
     saved["ranks"][0]["progress"]["next_number"] = 5
     before = random.getstate()
     assert TrainerState(1, 2).restore(saved, Progress()) == 5

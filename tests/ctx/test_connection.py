@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from persia import env
-from persia.ctx import InferCtx, cnt_ctx, eval_ctx
+from persia.ctx import EmbeddingCtx, InferCtx, TrainCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import ConfigError, ServiceTimeout, ServiceUnavailable
 from tests.training.conftest import MakeCtx, Net, embeddings_of, train
-from tests.training.fakes import SpyWorker, make_batch
+from tests.training.fakes import DIM, SpyWorker, make_batch
 
 
 def test_wait_servers_ready_ends(make_ctx: MakeCtx, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +70,21 @@ def test_w52_two_contexts_in_one_process_share_nothing(make_ctx: MakeCtx) -> Non
     assert other.of("update") == [0]
 
 
+def test_a_batch_of_another_context_is_not_trained(make_ctx: MakeCtx) -> None:
+    """A DataLoader takes the context that was entered last, not the one that is called."""
+    one, other = SpyWorker(), SpyWorker()
+    with make_ctx(embedding_worker=one) as first:
+        with (
+            make_ctx(embedding_worker=other) as second,
+            pytest.raises(ConfigError, match="expected a batch that was looked up in it, got"),
+        ):
+            train(first, [make_batch(0)])
+        assert second.stats()["batches"] == 0
+        train(first, [make_batch(0)])
+    assert (one.refs, other.refs) == ({}, {})
+    assert (one.of("update"), other.of("update")) == ([0], [])
+
+
 def test_train_ctx_configures_on_entry(worker: SpyWorker, make_ctx: MakeCtx) -> None:
     config = EmbeddingConfig((-0.5, 0.5), admit_probability=0.25, weight_bound=3)
     ctx = make_ctx(embedding_config=config, embedding_optimizer=Adagrad(lr=0.3))
@@ -119,17 +137,89 @@ def test_an_evaluation_context_follows_the_one_it_is_entered_in(make_ctx: MakeCt
         assert given.embedding_worker is one
 
 
-def test_context_without_embeddings_says_how_to_get_them() -> None:
-    ctx = eval_ctx(model=Net())
+@pytest.mark.parametrize("ctx", [eval_ctx(model=Net()), InferCtx(model=Net())])
+def test_context_without_embeddings_says_how_to_get_them(ctx: EmbeddingCtx) -> None:
     with pytest.raises(ConfigError, match="has no embeddings yet"):
         ctx.get_embedding_size()
-    with pytest.raises(ConfigError, match=r"embedding_config=.*PERSIA_EMBEDDING_CONFIG"), ctx:
+    message = (
+        r"enter it inside the `with TrainCtx\(...\)` .* embedding_config=.* "
+        r"PERSIA_EMBEDDING_CONFIG, and load_checkpoint\(\)"
+    )
+    with pytest.raises(ConfigError, match=message), ctx:
         pass
     assert cnt_ctx() is None
 
 
-def test_an_own_store_of_an_evaluation_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with eval_ctx(embedding_config={"slots_config": {"user": {"dim": 4}}}) as ctx:
-        batch = ctx.get_embedding_from_data(make_batch(0, names=("user",)))
+def test_an_own_store_of_an_evaluation_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 4}}}
+    with eval_ctx(embedding_config=config) as ctx:
+        assert "which is empty" not in caplog.text  # a checkpoint may come first
+        for _ in range(2):
+            batch = ctx.get_embedding_from_data(make_batch(0, names=("user",)))
         assert not embeddings_of(batch)[0].any()
-    assert "begins empty" in caplog.text
+    (line,) = caplog.messages
+    assert "looks up in an embedding store of its own, which is empty" in line
+    assert "load_checkpoint() first" in line
+
+
+def test_an_own_store_that_was_loaded_is_not_warned_of(
+    make_ctx: MakeCtx, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"slots_config": {"user": {"dim": 4}, "tags": {"dim": 4}}}
+    with make_ctx(embedding_worker=None, embedding_config=config) as trained:
+        train(trained, [make_batch(0)])
+        trained.dump_embedding(tmp_path)
+    with InferCtx(embedding_config=config) as serving:
+        serving.load_embedding(tmp_path)
+        serving.get_embedding_from_data(make_batch(0))
+        assert len(list(DataLoader([make_batch(1)]))) == 1
+    assert "of its own" not in caplog.text
+
+
+CONFIG = {"slots_config": {"user": {"dim": DIM}, "tags": {"dim": DIM}}}
+
+
+def evaluate(ctx: TrainCtx) -> None:
+    with eval_ctx(model=ctx.model) as evaluation:
+        for number in range(2):
+            evaluation.get_embedding_from_data(make_batch(number, requires_grad=False))
+
+
+@pytest.mark.parametrize("use", [evaluate, lambda ctx: train(ctx, [make_batch(0)])])
+def test_a_trained_model_in_a_context_without_its_rows_is_warned_of(
+    make_ctx: MakeCtx, tmp_path: Path, caplog: pytest.LogCaptureFixture, use: Any
+) -> None:
+    own: dict[str, Any] = {"embedding_worker": None, "embedding_config": CONFIG}
+    with make_ctx(**own) as first:
+        train(first, [make_batch(0)])
+        evaluate(first)
+        first.dump_checkpoint(tmp_path)
+    with first:  # has its rows
+        use(first)
+    with make_ctx(model=first.model, **own) as loaded:
+        loaded.load_checkpoint(tmp_path)
+        use(loaded)
+    assert "has no rows" not in caplog.text
+    with make_ctx(model=first.model, **own) as second:
+        assert "has no rows" not in caplog.text  # a checkpoint may come first
+        use(second)
+        use(second)
+    (line,) = [line for line in caplog.messages if "has no rows" in line]
+    assert line.startswith("the model was trained in an earlier TrainCtx, and this TrainCtx")
+    assert "enter the same TrainCtx again, or dump_checkpoint() there and load" in line
+
+
+def test_an_evaluation_before_training_is_said_to_read_zeros(
+    make_ctx: MakeCtx, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a model's state dict was loaded alone."""
+    with make_ctx(embedding_worker=None, embedding_config=CONFIG) as ctx:
+        evaluate(ctx)
+        evaluate(ctx)
+        train(ctx, [make_batch(0)])
+        evaluate(ctx)
+    (line,) = [line for line in caplog.messages if "has no rows" in line]
+    assert line.startswith("this is an evaluation before any training")
+    assert "a state dict has none" in line

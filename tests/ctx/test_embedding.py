@@ -166,3 +166,52 @@ def test_own_addresses_beat_those_of_the_context_around(
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
     with pytest.raises(ServiceUnavailable, match="ipc:///nowhere/0"):
         InferCtx(["ipc:///nowhere/0"]).__enter__()
+
+
+class Dropping(Net):
+    """A ``Net`` whose output passes dropout and BatchNorm, as given."""
+
+    def __init__(self, p: float = 0.5, *, has_norm: bool = True) -> None:
+        super().__init__()
+        self.drop = torch.nn.Dropout(p)
+        self.norm = torch.nn.BatchNorm1d(1) if has_norm else torch.nn.Identity()
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[Any]) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.drop(super().forward(dense, embeddings)))
+        return output
+
+
+@pytest.mark.parametrize("by_outer", [False, True])
+def test_a_model_in_training_mode_in_an_evaluation_is_warned_of_once(
+    ctx: TrainCtx, caplog: pytest.LogCaptureFixture, by_outer: bool
+) -> None:
+    ctx.model = model = Dropping()
+    batch = make_batch(0, requires_grad=False)
+    ctx.forward(ctx.get_embedding_from_data(make_batch(0)))
+    ctx.forward(ctx.get_embedding_from_data(batch))  # may train the dense net alone
+    assert "training mode" not in caplog.text
+    for _ in range(2):  # as after each of two epochs
+        with eval_ctx(model=model) as evaluation:
+            for _ in range(2):
+                found = evaluation.get_embedding_from_data(batch)
+                (ctx if by_outer else evaluation).forward(found)
+    (line,) = [line for line in caplog.messages if "training mode" in line]
+    assert "(drop, norm): call model.eval() before, and model.train() after" in line
+
+
+@pytest.mark.parametrize(
+    "model", [Net(), Dropping(0.0, has_norm=False), Dropping().eval(), lambda dense, rows: 0]
+)
+def test_a_model_that_acts_as_in_evaluation_is_not_warned_of(
+    ctx: TrainCtx, caplog: pytest.LogCaptureFixture, model: Any
+) -> None:
+    with eval_ctx(model=model) as evaluation:
+        evaluation.forward(evaluation.get_embedding_from_data(make_batch(0)))
+    assert "training mode" not in caplog.text
+
+
+def test_a_request_is_no_batch_yet(ctx: TrainCtx) -> None:
+    request: Any = {"user": [1, 2]}
+    message = r"expected a PersiaBatch, got dict; persia\.readers\.Columns\(...\)\.batch"
+    with InferCtx(model=ctx.model) as infer, pytest.raises(DataTypeError, match=message):
+        infer.get_embedding_from_data(request)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,18 +20,24 @@ import torch
 from persia import env
 from persia._files.writer_lock import JobFolders
 from persia._rpc.messages import TableEntries, TableSigns
+from persia._training.batch import NamedList, PersiaTrainingBatch
+from persia._training.inflight import InFlightBatch
 from persia.config import EmbeddingSchema
-from persia.ctx import TrainCtx
+from persia.ctx import InferCtx, TrainCtx
 from persia.ctx.connection import Connection
-from persia.ctx.train import LossScaling
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
-from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    PersiaBatch,
+)
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.errors import ConfigError
 from tests.support.fixtures import Monkey
-from tests.training.conftest import MakeCtx, Net, batches, train
-from tests.training.fakes import SpyRanks, SpyWorker
+from tests.training.conftest import LOCKSTEP, MakeCtx, Net, batches, train
+from tests.training.fakes import SpyRanks, SpyWorker, make_batch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -339,35 +344,6 @@ def test_bad_settings_name_themselves(make_ctx: MakeCtx, option: str, value: Any
         make_ctx(**{option.partition(":")[0]: value})
 
 
-# The last: the gradients differ between ranks, and another rank's was not finite.
-@pytest.mark.parametrize(
-    ("gradient", "update", "others", "is_made", "scale"),
-    [
-        (8.0, True, None, True, 8.0),
-        (math.inf, True, None, False, 4.0),  # the scaler's own factor
-        (8.0, False, None, False, 2.0),
-        (math.inf, True, False, False, 2.0),
-        (8.0, True, True, False, 2.0),
-        (8.0, True, False, True, 8.0),
-        (None, True, None, True, 8.0),  # the scaler is left out
-    ],
-)
-def test_the_scaler_steps_where_all_gradients_are_finite(
-    gradient: float | None, update: bool, others: bool | None, is_made: bool, scale: float
-) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = None if gradient is None else torch.full((2,), gradient)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    updates: Any = [SimpleNamespace(is_finite=lambda: update)]
-    ranks = None if others is None else SpyRanks(others_failed=others)
-    made = LossScaling().step(scaler, optimizer, updates, 8.0, 4, ranks, True)
-    assert made is is_made
-    assert parameter.tolist() == ([0.0, 0.0] if is_made and gradient else [1.0, 1.0])
-    assert scaler.get_scale() == scale
-
-
 def test_gradients_are_averaged_or_summed(make_ctx: MakeCtx, monkeypatch: Monkey) -> None:
     scales = []
     env.set_env(world_size=4, rank=1, local_rank=1)
@@ -432,3 +408,102 @@ def test_rounds_are_needed_to_be_reproducible(make_ctx: MakeCtx, monkeypatch: Mo
     env.set_env(world_size=1, rank=0, local_rank=0)
     with make_ctx() as alone:
         assert len(train(alone, batches(1), reproducible=True, drop_last=False)) == 1
+
+
+BEFORE_WITH: dict[str, Callable[[Any], object]] = {
+    "backward": lambda ctx: ctx.backward(torch.ones((), requires_grad=True)),
+    "backward_engine": lambda ctx: ctx.backward_engine,
+    "grad_queue": lambda ctx: ctx.grad_queue,
+    "keep": lambda ctx: ctx.keep(a_training_batch()),
+    "set_lr": lambda ctx: ctx.set_lr(0.1),
+    "resume_position": lambda ctx: ctx.resume_position,
+    "write_report": lambda ctx: ctx.write_report(),
+    "wait_servers_ready": lambda ctx: ctx.wait_servers_ready(),
+    "embedding_worker": lambda ctx: ctx.embedding_worker,
+    "configure_embedding_parameter_servers": lambda ctx: (
+        ctx.configure_embedding_parameter_servers(EmbeddingConfig())
+    ),
+    "register_optimizer": lambda ctx: ctx.register_optimizer(SGD(lr=1.0).settings()),
+    "get_embedding_size": lambda ctx: ctx.get_embedding_size(),
+    "server_stats": lambda ctx: ctx.server_stats(),
+    "clear_embeddings": lambda ctx: ctx.clear_embeddings(),
+    "report": lambda ctx: ctx.report(auc=0.5),
+    "top": lambda ctx: ctx.top(),
+    "stats": lambda ctx: ctx.stats(),
+    "get_embedding_from_data": lambda ctx: ctx.get_embedding_from_data(make_batch()),
+    "get_embedding_from_bytes": lambda ctx: ctx.get_embedding_from_bytes(
+        make_batch().to_bytes()
+    ),
+    "dump_checkpoint": lambda ctx: ctx.dump_checkpoint("here"),
+    "load_checkpoint": lambda ctx: ctx.load_checkpoint("here"),
+    "dump_embedding": lambda ctx: ctx.dump_embedding("here"),
+    "load_embedding": lambda ctx: ctx.load_embedding("here"),
+    "wait_for_dump_embedding": lambda ctx: ctx.wait_for_dump_embedding(),
+    "wait_for_load_embedding": lambda ctx: ctx.wait_for_load_embedding(),
+}
+
+
+def a_training_batch() -> PersiaTrainingBatch:
+    batch = PersiaTrainingBatch(NamedList(), NamedList(), None, 1)
+    batch.ticket = InFlightBatch()
+    return batch
+
+
+@pytest.mark.parametrize("method", BEFORE_WITH)
+def test_what_is_called_before_with_says_so(
+    make_ctx: MakeCtx, monkeypatch: Monkey, method: str
+) -> None:
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc://nowhere")
+    for ctx in (make_ctx(embedding_worker=None), InferCtx(model=Net())):
+        if not hasattr(type(ctx), method):
+            continue
+        with pytest.raises(ConfigError, match="with") as raised:
+            BEFORE_WITH[method](ctx)
+        assert "`with" in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+def test_no_batch_is_kept_before_with(make_ctx: MakeCtx) -> None:
+    """A context with servers of its own can be asked much before, but not this."""
+    with pytest.raises(ConfigError, match=r"TrainCtx\.keep must be called inside `with Train"):
+        make_ctx().keep(a_training_batch())
+
+
+def test_training_without_labels(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+    ids = np.arange(4, dtype=np.uint64)
+    data = [PersiaBatch([IDTypeFeatureWithSingleID("user", ids)], labels=[]) for _ in range(3)]
+    with make_ctx(model=Net(num_features=1, num_dense=0)) as ctx:
+        for batch in DataLoader(data, reproducible=True):
+            output, labels = ctx.forward(batch)
+            assert labels is None
+            ctx.backward(output.square().mean())
+    assert sorted(worker.of("update")) == [0, 1, 2]
+    assert any(row.any() for row in worker.rows.values())
+
+
+def test_the_defaults_of_adagrad_learn_a_two_tower() -> None:
+    """A softmax over the batch; with the original's accumulator of 0.01 it stays at ln 64."""
+    rng = np.random.default_rng(0)
+    item_of = rng.permutation(500)
+
+    def batch() -> PersiaBatch:
+        users = rng.integers(0, 500, 64)
+        pairs = ("user", users), ("item", item_of[users])
+        return PersiaBatch([IDTypeFeatureWithSingleID(*pair) for pair in pairs], labels=[])
+
+    model = torch.nn.Linear(1, 1)  # unused: the towers are the rows
+    config = {"slots_config": {name: {"dim": 16} for name in ("user", "item")}}
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config=config,
+        mixed_precision=False,
+    ) as ctx:
+        losses = []
+        for one in DataLoader((batch() for _ in range(150)), **LOCKSTEP):
+            (users, items) = ctx.prepare_features(one)[1]
+            loss = torch.nn.functional.cross_entropy(users @ items.T, torch.arange(64))
+            losses.append(ctx.backward(loss).item())
+    assert losses[0] == pytest.approx(math.log(64), abs=0.01)
+    assert np.mean(losses[-10:]) < 1.0

@@ -18,8 +18,8 @@ SLOTS = {"slots_config": {"user": {"dim": DIM}, "tags": {"dim": DIM}}}
 BATCH_SIZE = 8
 
 
-def make_batch(*numbers: int) -> PersiaBatch:
-    """Return the samples of these batches as one."""
+def make_batch(*numbers: int, is_reversed: bool = False) -> PersiaBatch:
+    """Return the samples of these batches as one, its arrays in this order or in the other."""
     users, tags, dense, labels = [], [], [], []
     for number in numbers:
         rng = np.random.default_rng(number)
@@ -30,8 +30,14 @@ def make_batch(*numbers: int) -> PersiaBatch:
         ]
         dense.append(rng.normal(size=(BATCH_SIZE, 3)).astype(np.float32))
         labels.append(rng.integers(0, 2, (BATCH_SIZE, 1)).astype(np.float32))
+    first, *rest = np.split(np.concatenate(dense), 3, axis=1)
+    back = -1 if is_reversed else 1
+    ids = IDTypeFeatureWithSingleID("user", np.concatenate(users)), IDTypeFeature("tags", tags)
     return PersiaBatch(
-        [IDTypeFeatureWithSingleID("user", np.concatenate(users)), IDTypeFeature("tags", tags)],
-        non_id_type_features=[NonIDTypeFeature(np.concatenate(dense))],
+        ids[::back],
+        non_id_type_features=[
+            NonIDTypeFeature(first, "first"),
+            NonIDTypeFeature(np.concatenate(rest, axis=1), "rest"),
+        ][::back],
         labels=[Label(np.concatenate(labels))],
     )

@@ -36,6 +36,11 @@ def test_a_gradient_over_two_forward_passes_is_one_ranks(found: Any) -> None:
     assert found["kept_batches"] < 1e-6
 
 
+def test_clipped_is_the_mean_over_ranks(found: Any) -> None:
+    assert found["clipped"]["norm"] == pytest.approx(0.125, rel=1e-3)
+    assert found["clipped"]["from_one_rank"] < 1e-6
+
+
 @pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
 def test_a_rank_with_fewer_batches(found: Any, name: str) -> None:
     uneven = found["uneven"][name]

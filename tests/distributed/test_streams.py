@@ -16,7 +16,7 @@ from tests.distributed.scripts.phases_loader import COUNTS
 
 pytestmark = pytest.mark.slow  # one job of two ranks, half a minute
 
-PHASES = ("even", "uneven", "even", "joined", "failing")
+PHASES = ("even", "uneven", "even", "joined", "epochs", "failing")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,9 @@ def of(results: Results, phase: str) -> Results:
 def test_two_runs_have_the_same_bits(results: Results) -> None:
     one, two = of(results, "even")
     for rank in range(2):
-        for key in ("ids", "losses", "rows", "parameters"):
+        for key in ("ids", "order", "losses", "rows", "parameters"):
             assert one[rank][key] == two[rank][key]
+    assert one[0]["order"] == one[1]["order"]  # though their data-loaders have others
     assert one[0]["rows"] == one[1]["rows"]
     assert one[0]["parameters"] == one[1]["parameters"]
     assert [len(run["ids"]) for run in one] == [40, 40]
@@ -42,7 +43,10 @@ def test_two_runs_have_the_same_bits(results: Results) -> None:
 
 def test_two_ranks_do_what_one_does_with_both_batches(results: Results) -> None:
     one, _ = of(results, "even")
-    batches = [make_batch(2 * number, 2 * number + 1) for number in range(40)]
+    is_reversed = one[0]["order"][0] == ["tags", "user"]
+    batches = [
+        make_batch(2 * number, 2 * number + 1, is_reversed=is_reversed) for number in range(40)
+    ]
     losses = []
     with make_ctx() as ctx:
         for batch in DataLoader(batches, reproducible=True, embedding_staleness=1):
@@ -62,6 +66,13 @@ def test_an_incomplete_round_is_dropped_and_counted(results: Results) -> None:
     assert [rank["stats"]["batches"] for rank in run] == [fewer, fewer]
     dropped = [rank["stats"]["incomplete"] for rank in run]
     assert dropped == [more - fewer, 0]
+
+
+def test_or_of_an_epoch(results: Results) -> None:
+    (run,) = of(results, "epochs")
+    # Two of rank 0's first epoch are dropped, and two of its second.
+    assert [rank["ids"] for rank in run] == [[0, 2, 4, 6, 12, 14], [1, 3, 5, 7, 9, 11]]
+    assert [rank["stats"]["incomplete"] for rank in run] == [4, 0]
 
 
 def test_or_trained_alone(results: Results) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from persia import env
 from persia._training import checkpoint
+from persia._training.dense_step import BeforeStep
 from persia._training.ranks import uneven_steps
 from persia.distributed import BaguaDistributedOption, get_default_distributed_option
 
@@ -130,6 +131,25 @@ def kept_batches(rank: int) -> float:
     )
 
 
+def clipped(rank: int) -> dict[str, float]:
+    """Return the norm of accumulated, clipped gradients; and how far from one rank's."""
+    parallel, _ = get_default_distributed_option().convert2distributed_model(
+        new_model(), 2, rank
+    )
+    alone, norm = new_model(), 0.125
+    for model, rows in ((parallel, half_of(rank)), (alone, slice(0, ROWS))):
+        for step in range(2):
+            x, y = batch(step)
+            loss = torch.nn.functional.mse_loss(model(x[rows]), y[rows])
+            loss.backward()  # type: ignore[no-untyped-call]
+        BeforeStep(max_norm=norm).run(torch.optim.SGD(model.parameters(), 0.1))
+    ours, want = (
+        torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+        for model in (parallel, alone)
+    )
+    return {"norm": float(ours.norm()), "from_one_rank": float((ours - want).abs().max())}
+
+
 def uneven(rank: int, name: str) -> dict[str, float]:
     """Return what two passes of 6 and 4 batches, by a generator, end with.
 
@@ -172,6 +192,7 @@ def main(output: Path) -> None:
         raise SystemExit("start this by torchrun")
     found: dict[str, Any] = {name: run(name, rank, output.parent) for name in NAMES}
     found["kept_batches"] = kept_batches(rank)
+    found["clipped"] = clipped(rank)
     found["uneven"] = {name: uneven(rank, name) for name in ("gradient_allreduce", "bytegrad")}
     if rank == 0:
         output.write_text(json.dumps(found))

@@ -6,6 +6,7 @@ opens one stream for each, and OPTIONS a JSON object with arguments of ``run``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -56,10 +57,13 @@ def run(
             drop_last=phase != "joined",
         )
         failure = ""
-        ids = []
+        ids: list[int] = []
+        order: list[tuple[str, ...]] = []
         try:
-            for number, batch in enumerate(loader, start=1):
+            loops = itertools.repeat(loader, 2 if phase == "epochs" else 1)
+            for number, batch in enumerate(itertools.chain.from_iterable(loops), start=1):
                 ids.append(batch.batch_id)
+                order = [batch.feature_names, batch.non_id_type_tensors.names]
                 output, labels = ctx.forward(batch)
                 output = output + noise * torch.rand_like(output)
                 loss = torch.nn.functional.mse_loss(output, (labels or [])[0])
@@ -80,6 +84,7 @@ def run(
     return {
         "phase": phase,
         "ids": ids,
+        "order": order,
         "losses": losses,
         "stats": stats,
         "rows": held,

@@ -8,6 +8,9 @@ from tests.distributed.batches import make_batch
 
 # Batches of each data-loader.
 COUNTS = {"even": (40, 40), "uneven": (10, 6), "joined": (10, 6), "failing": (10, 6)}
+COUNTS["epochs"] = (10, 6)
+# Those of the first epoch.
+FIRST = {"epochs": (6, 4)}
 
 if __name__ == "__main__":
     index, size = env.get_replica_index() or 0, env.get_replica_size() or 1
@@ -15,7 +18,10 @@ if __name__ == "__main__":
         with DataCtx() as ctx:
             count = int(phase) if phase.isdigit() else COUNTS[phase][index]
             for place in range(count):
-                ctx.send_data(make_batch(place * size + index))
+                if place == FIRST.get(phase, (0, 0))[index] > 0:
+                    ctx.end_epoch()
+                # Ranks get other orders by it; one holds for the job.
+                ctx.send_data(make_batch(place * size + index, is_reversed=index == 1))
             if phase == "failing" and index == 1:
                 raise RuntimeError("no such file")
             print("stats", dict(ctx.stats()), flush=True)
