@@ -4,6 +4,8 @@
                                                                                 +--> curves
     a thread        twice a second at first: speed, staleness, rows, memory ----+
 
+Beside them what the run is run with, and when passes ended and checkpoints were made.
+
 Losses stay on their device until 16 are read at once, so that a step waits for nothing. The
 longer the run, the rarer the thread reads the servers' statistics. Only rank 0 records.
 """
@@ -20,14 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from persia._report.run import Mark, Points
 from persia.errors import ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Literal
 
     from persia._rpc.messages import EmbeddingWorker
     from persia._training.backward import BackwardPipeline
     from persia._training.batch import PersiaTrainingBatch
+    from persia._training.forward import PassOptions
     from persia._training.inflight import InFlightTracker
 
 logger = logging.getLogger(__name__)
@@ -43,23 +48,25 @@ _SHORTEST_S = 0.2
 _JOIN_S = 30.0
 # Points of a curve, even: more than a chart has pixels for.
 MOST = 600
-
-Points = list[tuple[float, float]]
+# Marks of one kind: beyond, every second one is left out, of later ones too.
+MOST_MARKS = 100
 
 
 class Curve:
     """Means of equally many consecutive values; how many doubles when there are MOST points."""
 
-    __slots__ = ("_num", "_points", "_x", "_y", "every", "num_not_finite")
+    __slots__ = ("_num", "_points", "_x", "_y", "every", "last", "num_not_finite")
 
     def __init__(self) -> None:
         self.every = 1  # values per point
         self.num_not_finite = 0
+        self.last = 0.0  # value, finite or not
         self._points: Points = []
         self._num, self._x, self._y = 0, 0.0, 0.0  # sums for the next point
 
     def add(self, x: float, y: float) -> None:
         """Add one value; one that is not finite is counted, not drawn."""
+        self.last = y
         if not math.isfinite(y):
             self.num_not_finite += 1
             return
@@ -83,7 +90,12 @@ class Curve:
 
 
 class Recorder:
-    """Records a run until it is closed; ``tensorboard`` is a folder for event files, if any."""
+    """Records a run until it is closed.
+
+    Args:
+        parameters: What it is run with, by name.
+        tensorboard: Folder for event files, if any.
+    """
 
     def __init__(
         self,
@@ -91,6 +103,7 @@ class Recorder:
         tracker: InFlightTracker,
         engine: BackwardPipeline,
         world_size: int,
+        parameters: Mapping[str, str],
         tensorboard: str | os.PathLike[str] | None,
     ) -> None:
         self.begin = time.monotonic()
@@ -98,6 +111,10 @@ class Recorder:
         self.feature_norms: dict[str, tuple[float, float | None]] = {}
         self.num_missed = 0  # readings of servers that failed
         self.step = 0  # the last one
+        self.batch_size = 0  # the largest
+        self.parameters = dict(parameters)
+        self.marks: list[Mark] = []  # replaced, not changed
+        self._marked: dict[str, tuple[int, int]] = {}  # by kind: how many, and how many a mark
         self.worker, self.tracker, self.world_size = worker, tracker, world_size
         self._engine = engine
         # By name, the oldest first: over steps, and over seconds.
@@ -122,9 +139,30 @@ class Recorder:
 
     # --- the user's thread ------------------------------------------------------------------
 
-    def note_step(self, step: int, loss: torch.Tensor) -> bool:
+    def note_pass(self, options: PassOptions) -> None:
+        """Note how a pass over the training data is run."""
+        self.parameters |= {
+            "embedding_staleness": str(options.staleness),
+            "reproducible": str(options.reproducible),
+            "lookups at the same time": str(options.num_workers),
+        }
+
+    def note_mark(self, kind: Literal["end of a pass", "checkpoint"]) -> None:
+        """Note what happened after the last step."""
+        number, every = self._marked.get(kind, (0, 1))
+        if number % every == 0:
+            marks = [*self.marks, Mark(kind, self.step, self.seconds)]
+            alike = [mark for mark in marks if mark.kind == kind]
+            if len(alike) > MOST_MARKS:
+                left_out = alike[1::2]
+                marks = [mark for mark in marks if mark not in left_out]
+                every *= 2
+            self.marks = marks
+        self._marked[kind] = number + 1, every
+
+    def note_step(self, step: int, loss: torch.Tensor, batch_size: int) -> bool:
         """Note a step before its gradients are taken; return whether norms are due."""
-        self.step = step
+        self.step, self.batch_size = step, max(self.batch_size, batch_size)
         self._losses.append(loss)
         if len(self._losses) < EVERY:
             return False
@@ -137,27 +175,28 @@ class Recorder:
             return
         values = torch.stack([loss.float() for loss in losses]).tolist()
         finite = [value for value in values if math.isfinite(value)]
-        for value in values:
-            if not math.isfinite(value):
-                self._add({"loss": value}, self.step)
         if finite:
             middle = self.step - len(losses) + 1 + len(losses) // 2
             self._add({"loss": sum(finite) / len(finite)}, middle)
+        # Behind the mean, so that the curve ends with them: see ``summary._end``.
+        for value in values:
+            if not math.isfinite(value):
+                self._add({"loss": value}, self.step)
 
     def note_norms(
         self,
         batches: Iterable[PersiaTrainingBatch],
-        parameters: Iterable[torch.Tensor],
+        dense: Sequence[torch.Tensor],
         scale: float,
     ) -> None:
         """Note the norms of vectors and of gradients of a loss times ``scale``.
 
-        The leaves of ``batches``, which the backward reached, have their gradients still.
+        The leaves of ``batches``, which the backward reached, have their gradients still;
+        ``dense`` are the gradients of the dense net.
         """
         leaves = [leaf for batch in batches for leaf in batch.leaves]
         vectors = [leaf.tensor.detach() for leaf in leaves]
         reached = {leaf.name: g for leaf in leaves if (g := leaf.tensor.grad) is not None}
-        dense = [one.grad for one in parameters if one.grad is not None]
         # One transfer from the device for all of them.
         norms = iter(_norms([*vectors, *reached.values(), *dense]))
         means = [next(norms) / math.sqrt(max(len(vector), 1)) for vector in vectors]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from persia._report import summary
-from persia._report.recorder import MOST, Curve
+from persia._report import run, summary
+from persia._report.recorder import EVERY, MOST, MOST_MARKS, Curve, Recorder
 from persia.errors import ConfigError
 from tests.report.runs import build, train
 
@@ -30,6 +34,42 @@ def test_a_curve_stays_small_and_keeps_the_mean(number: int) -> None:
     if number:
         mean = sum(x * w for (x, _), w in zip(points, weights, strict=True)) / number
         assert mean == pytest.approx((number - 1) / 2)
+
+
+def test_a_long_run_keeps_few_marks_that_span_it_and_its_largest_batch() -> None:
+    unused: Any = None
+    tracker: Any = SimpleNamespace(totals=lambda: (0, 0))
+    recorder = Recorder(unused, tracker, unused, 1, {}, None)
+    recorder.close()
+    for step in range(1, 1001):
+        recorder.note_step(step, torch.zeros(()), 8 if step == 1000 else 32)
+        recorder.note_mark("checkpoint")
+        if step % 500 == 0:
+            recorder.note_mark("end of a pass")
+        recorder._losses.clear()
+    steps = [mark.step for mark in recorder.marks if mark.kind == "checkpoint"]
+    assert MOST_MARKS // 2 <= len(steps) <= MOST_MARKS
+    (gap,) = {after - before for before, after in itertools.pairwise(steps)}
+    assert (steps[0], 1000 - steps[-1] < gap) == (1, True)
+    assert [mark.step for mark in recorder.marks if mark.kind == "end of a pass"] == [500, 1000]
+    assert recorder.batch_size == 32
+
+
+def test_norms_of_gradients_are_those_of_the_recorded_step(tmp_path: Path) -> None:
+    ctx = build(report=tmp_path / "run.json")
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name, _ in ctx.model.named_parameters()}
+    for name, parameter in ctx.model.named_parameters():
+        parameter.register_hook(seen[name].append)
+    with ctx:
+        train(ctx)
+    recorded = run.load(tmp_path / "run.json").charts
+    (chart,) = (chart for chart in recorded if chart.title == "Gradients")
+    dense = {series.name: series.points for series in chart.series}["dense net"]
+    assert [x for x, _ in dense] == [EVERY, 2 * EVERY]
+    for step, norm in dense:
+        parts = [float(of_one[int(step) - 1].norm()) for of_one in seen.values()]
+        assert norm == pytest.approx(math.hypot(*parts), rel=1e-4)
+        assert norm > 0
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
