@@ -7,6 +7,7 @@ set to the empty string counts as not set.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar, cast
 
 from persia._replica_index import own_number
-from persia.errors import ConfigError
+from persia.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["embedded", "services"]
 Value = TypeVar("Value")
@@ -58,6 +61,17 @@ def _parse_list(text: str) -> list[str]:
     return items
 
 
+def _parse_addresses(text: str) -> list[str]:
+    items = _parse_list(text)
+    for item in items:
+        # A path may have spaces in it.
+        address, *others = item.split()
+        is_path = address.startswith("ipc://") and not any("://" in one for one in others)
+        if others and not is_path:
+            raise ValueError(text)
+    return items
+
+
 def _parse_port(text: str) -> int | Literal["off"]:
     if text.strip().lower() == "off":
         return "off"
@@ -72,8 +86,12 @@ def _parse_replica(text: str) -> int:
 
 
 def _parse_level(text: str) -> int:
-    # The variable is not ours alone: a value of another program's is INFO.
-    return _LOG_LEVELS.get(text.strip().lower(), logging.INFO)
+    level = _LOG_LEVELS.get(text.strip().lower())
+    if level is None:  # the variable is not ours alone, so this may be another program's
+        names = ", ".join(_LOG_LEVELS)
+        logger.warning("LOG_LEVEL %r is not known, info is taken; levels are %s", text, names)
+        return logging.INFO
+    return level
 
 
 _TEXT: ValueKind[str] = ValueKind(str, "a text")
@@ -85,7 +103,7 @@ _REPLICA: ValueKind[int] = ValueKind(_parse_replica, "an integer")
 _FLAG: ValueKind[bool] = ValueKind(lambda text: _FLAGS[text.strip().lower()], "0 or 1")
 _SECONDS: ValueKind[float] = ValueKind(_parse_seconds, "a positive number of seconds")
 _PORT: ValueKind[int | Literal["off"] | None] = ValueKind(_parse_port, "a port or off")
-_ADDRESSES = ValueKind(_parse_list, "a list of addresses with commas between them")
+_ADDRESSES = ValueKind(_parse_addresses, "a list of addresses separated by commas")
 _FOLDERS: ValueKind[list[str] | None] = ValueKind(_parse_list, "a list of folders with commas")
 _LEVEL: ValueKind[int] = ValueKind(_parse_level, "a level")
 
@@ -403,11 +421,34 @@ def _check_one_rank(world_size: int) -> None:
 # --- the environment of processes -------------------------------------------------------------
 
 
+# Read by compose/stack.yml, not by PERSIA.
+_COMPOSE_VARIABLES = {"PERSIA_SOURCE"}
+# Similarity from which an unknown variable is taken for a misspelled one; all share a prefix.
+_MISSPELLED = 0.8
+
+
 def own_names() -> list[str]:
     """Return the names of variables that are set and begin with ``PERSIA_``, known or not."""
     return sorted(
         name for name, text in os.environ.items() if name.startswith("PERSIA_") and text
     )
+
+
+def unknown_names() -> dict[str, str]:
+    """Return those of ``own_names`` that are not known, each with the nearest one that is."""
+    return {
+        name: did_you_mean(name, sorted(VARIABLES), _MISSPELLED)
+        for name in own_names()
+        if name not in VARIABLES and name not in _COMPOSE_VARIABLES
+    }
+
+
+@functools.cache
+def warn_of_misspelled() -> None:
+    """Warn, once in a process, of variables that are nearly known; others are not ours."""
+    for name, hint in unknown_names().items():
+        if hint:
+            logger.warning("environment variable %s is not known%s", name, hint)
 
 
 def of_child(**changes: object) -> dict[str, str]:

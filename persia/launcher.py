@@ -4,7 +4,7 @@
     persia-launcher embedding-worker --embedding-config slots.yml
     persia-launcher data-loader data_loader.py
     persia-launcher nn-worker train.py --nproc-per-node 2
-    persia-launcher keys DIRECTORY | init DIRECTORY | doctor | top
+    persia-launcher keys DIRECTORY | init DIRECTORY | doctor | top | report
 
 Options of a command may stand anywhere; what is not one goes to the script, and so does
 everything after ``--``. When the training script ends, every other role ends with its status.
@@ -26,6 +26,7 @@ import click
 from persia import env
 from persia._cli.doctor import examine, print_report, rows_of, write_project
 from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
+from persia._cli.report import combine
 from persia._cli.scripts import Script, run_data_loader, run_nn_worker
 from persia._cli.top import DEADLINE_S, run_top
 from persia._cluster.connect import current_lists
@@ -85,6 +86,7 @@ def _run_replica(
 def _run(who: str, run: Callable[[], int]) -> NoReturn:
     """Exit with the status that ``run`` returns; an error of PERSIA is one line."""
     set_up_logging(who)
+    env.warn_of_misspelled()
     end_with_launcher()
     try:
         current_lists()  # before anything is started that needs one of them
@@ -328,6 +330,28 @@ def init(directory: Path) -> None:
         f"next: cd {shlex.quote(str(directory))}; persia-launcher doctor; python train.py; "
         "honcho start"
     )
+
+
+@cli.command("report", **example("persia-launcher report monday.json tuesday.html"))
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    default="runs.html",
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page; one that is there is replaced.",
+)
+def report(files: tuple[Path, ...], output: Path) -> None:
+    """Show runs in one page: their curves over each other, and in what they differ.
+
+    FILES are what TrainCtx(report=...) wrote, pages or .json, at most eight.
+    """
+    try:
+        combine(files, output)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    click.echo(output)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,8 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
     path = Path(filepath)
     if not path.is_file():
         found = "a folder" if path.is_dir() else "none"
+        if not path.is_absolute():
+            found += f" in {Path.cwd()}"
         raise FileNotFoundError(f"expected a YAML file at {path}, found {found}")
     try:
         with path.open(encoding="utf-8") as file:
@@ -100,6 +102,8 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         mark = exc.problem_mark or exc.context_mark
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = " ".join(filter(None, (exc.context, exc.problem, exc.note)))
+        if r"'\t'" in problem:
+            problem += "; indent by spaces"
         raise ConfigError(f"{place}: expected YAML: {problem}") from None
     except (yaml.YAMLError, ValueError) as exc:
         # ValueError: bytes that are not UTF-8, and dates such as 2021-13-45.

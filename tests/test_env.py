@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from persia import env
+from persia.ctx import BaseCtx
 from persia.errors import ConfigError
-from tests.support.fixtures import Monkey
+from tests.support.fixtures import Log, Monkey
 
 pytestmark = pytest.mark.usefixtures("no_job")
 
@@ -145,6 +146,24 @@ def test_levels_of_the_log(monkeypatch: Monkey) -> None:
         assert logging.getLevelName(env.log_level()) == want
 
 
+def test_an_unknown_level_is_warned_of(monkeypatch: Monkey, caplog: Log) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "verbose")
+    env.log_level()
+    (line,) = caplog.messages
+    assert line.startswith(
+        "LOG_LEVEL 'verbose' is not known, info is taken; levels are trace, "
+    )
+
+
+def test_addresses_have_commas_between_them(monkeypatch: Monkey) -> None:
+    for text in ("a:1 b:2", "a:1, b:2 c:3", "ipc:///a ipc:///b", "tcp://a:1\tb:2"):
+        monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", text)
+        with pytest.raises(ConfigError, match=r"WORKERS must be .* separated by commas, got"):
+            env.embedding_worker_addresses()
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "ipc:///my folder/a, b:2")
+    assert env.embedding_worker_addresses() == ["ipc:///my folder/a", "b:2"]
+
+
 def test_a_run_is_called_as_its_variable_or_its_folder(
     tmp_path: Path, monkeypatch: Monkey
 ) -> None:
@@ -153,3 +172,17 @@ def test_a_run_is_called_as_its_variable_or_its_folder(
     assert env.run_name() == "clicks"
     monkeypatch.setenv("PERSIA_RUN_ID", "monday")
     assert env.run_name() == "monday"
+
+
+def test_misspelled_variables_are_warned_of_once(monkeypatch: Monkey, caplog: Log) -> None:
+    monkeypatch.setenv("PERSIA_RPC_TIMOUT", "5")
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "5")
+    monkeypatch.setenv("PERSIA_OF_SOMETHING_ELSE", "1")
+    env.warn_of_misspelled.cache_clear()
+    for _ in range(2):
+        BaseCtx()
+    assert caplog.messages == [
+        "environment variable PERSIA_RPC_TIMOUT is not known, did you mean "
+        "'PERSIA_RPC_TIMEOUT'?"
+    ]
+    assert list(env.unknown_names()) == ["PERSIA_OF_SOMETHING_ELSE", "PERSIA_RPC_TIMOUT"]

@@ -43,6 +43,9 @@ GRACE_S = 1.0
 # Seconds between two questions whether the job goes on, and of one attempt to ask.
 POLL_S = 0.25
 _ATTEMPT_S = 2.0
+# Seconds after a signal for a last question and its answer, on a busy machine; honcho, which
+# signals all others once the trainer has ended, kills what is left after 5 s.
+LAST_ASK_S = 2.5
 # Seconds without an answer after which a line says so.
 _LINE_S = 10.0
 

@@ -23,8 +23,16 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 from persia import env
+from persia._cluster.addresses import TCP, is_name
 from persia._cluster.connect import connect_parameter_servers, listening_address
-from persia._cluster.job import GRACE_S, POLL_S, Event, status_after_job, watched_process
+from persia._cluster.job import (
+    GRACE_S,
+    LAST_ASK_S,
+    POLL_S,
+    Event,
+    status_after_job,
+    watched_process,
+)
 from persia._cluster.process_metrics import (
     PROBE_S,
     of_clients,
@@ -34,6 +42,8 @@ from persia._cluster.process_metrics import (
     push_settings,
 )
 from persia._core.base import cpu
+from persia._files.catalog import chains
+from persia._files.manifest import feature_order
 from persia._files.open import ANYWHERE, AllowedRoots
 from persia._metrics.endpoint import Endpoint
 from persia._metrics.registry import MetricSource
@@ -51,7 +61,7 @@ from persia.config import (
     ParameterServerConfig,
     schema_fingerprint,
 )
-from persia.errors import ConfigError, JobFinished
+from persia.errors import ConfigError, JobFinished, PersiaError
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +111,8 @@ def run_parameter_server(options: Options) -> int:
     with process:
         process.listen(schema, config, lambda: service.readiness() or "", service)
         process.sources.append(of_server(service))
-        infer = config.common_config.infer_config
-        if config.common_config.job_type == "Infer" and infer and infer.embedding_checkpoint:
-            checkpoint = infer.embedding_checkpoint
+        checkpoint = config.common_config.served_checkpoint
+        if checkpoint:
             logger.info("listens at %s, loads %s", process.server.address, checkpoint)
             service.load_checkpoint(checkpoint)
         logger.info("serves at %s", process.server.address)
@@ -162,6 +171,7 @@ def run_embedding_worker(options: Options) -> int:
         except JobFinished:
             return process.wait()
         worker = EmbeddingWorker(schema, config.embedding_worker_config, servers)
+        _take_order(worker, config.common_config.served_checkpoint)
         process.server.service = worker
         clients = [server.client for server in servers]
         process.sources += (
@@ -179,6 +189,27 @@ def run_embedding_worker(options: Options) -> int:
         return process.wait()
 
 
+def _take_order(worker: EmbeddingWorker, checkpoint: str) -> None:
+    """Have a worker keep the order of features of the checkpoint that servers load, if any."""
+    if not checkpoint:
+        return
+    why = "which an earlier version, or servers by themselves, wrote"
+    order = None
+    try:
+        order = feature_order(chains(checkpoint)[0].manifests[-1], checkpoint)
+    except PersiaError as exc:
+        why = f"which cannot be read here: {exc}"
+    if order is None:
+        logger.warning(
+            "the order in which the model receives features is not known from %s, %s: batches "
+            "keep their own order. Give InferCtx features=[...], in the model's order",
+            checkpoint,
+            why,
+        )
+    else:
+        worker.fix_feature_order(order, None)
+
+
 def _log_in_flight(worker: EmbeddingWorker, process: ServerProcess) -> None:
     num_in_flight = worker.stats().get("in_flight", 0)
     if num_in_flight:
@@ -188,7 +219,8 @@ def _log_in_flight(worker: EmbeddingWorker, process: ServerProcess) -> None:
 def _load(
     options: Options, addresses: env.Variable[list[str]]
 ) -> tuple[EmbeddingSchema, GlobalConfig]:
-    index, size, num_listed = options.replica_index, options.replica_size, len(addresses())
+    index, size, listed = options.replica_index, options.replica_size, addresses()
+    num_listed = len(listed)
     if options.embedding_config is None:
         raise ConfigError(
             "expected an embedding config: give --embedding-config or set "
@@ -201,10 +233,23 @@ def _load(
         # Each would serve as the only one of its set.
         text = f"{addresses.name} lists {num_listed} addresses, but --replica-size is {size}"
         raise ConfigError(text)
+    if addresses.is_set() and num_listed < size and not any(map(_may_be_several, listed)):
+        logger.warning(
+            "%s lists %d address(es), but --replica-size is %d: processes with this list find "
+            "no more servers than that",
+            addresses.name,
+            num_listed,
+            size,
+        )
     if (kernels := env.isa()) is not None:
         cpu.select(kernels)
     schema = EmbeddingSchema.load(options.embedding_config)
     return schema, GlobalConfig.load(options.global_config)
+
+
+def _may_be_several(address: str) -> bool:
+    """Whether an address as it is listed has a name, or is no host's."""
+    return is_name(TCP + address.removeprefix(TCP))
 
 
 class ServerProcess:
@@ -297,17 +342,29 @@ class ServerProcess:
         event = self._events.get()
         if event.error is not None:
             raise event.error
+        patience_s = _ANNOUNCE_S
         if event.kind == "signal":
             logger.log(self.level, "stops after %s", signal.Signals(event.number).name)
             status = self._job.status
-            return 128 + event.number if status is None else status_after_job(status)
-        deadline = time.monotonic() + _ANNOUNCE_S
-        while not (self._job.wait_until_notified(POLL_S) or self.has_ended()):
+            if status is None:
+                return 128 + event.number
+            # The job has ended just now, and others may not have heard of it.
+            event, patience_s = Event("job", status), LAST_ASK_S
+        deadline = time.monotonic() + patience_s
+        while not self._job.wait_until_notified(POLL_S):
+            if self.has_ended():
+                # A signal, which data-loaders may have got as well: each asks once more.
+                deadline = min(deadline, time.monotonic() + LAST_ASK_S)
             if time.monotonic() > deadline:
                 logger.log(self.level, "not every data-loader heard that the job has ended")
                 break
+        # Signalled or not: a data-loader that has not asked yet is not known here.
+        leave_at = time.monotonic() + GRACE_S
         with suppress(queue.Empty):
-            self._events.get(timeout=GRACE_S)
+            while (left_s := leave_at - time.monotonic()) > 0.0:
+                error = self._events.get(timeout=left_s).error
+                if error is not None:
+                    raise error
         return status_after_job(event.number)
 
     def stop(self) -> None:

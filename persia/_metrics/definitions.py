@@ -214,7 +214,8 @@ gauge persia_inbox_bytes
     Bytes of dense data and labels of those batches.
 counter persia_inbox_received{what}
     Batches from data-loaders: delivered, delivered_again, left_out (trained before),
-    relocated and asked_again (their ids were lost), lost, unread.
+    relocated and asked_again (their ids were lost), refused (beyond their credits), lost,
+    unread.
 """
 
 _ENTRY = re.compile(r"^(\w+) (\w+)(?:{(.*)})?\n((?:    .*\n)+)", re.MULTILINE)

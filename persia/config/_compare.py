@@ -83,23 +83,30 @@ def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
     """Yield what differs and both values; what may follow from something else comes later."""
     both = one["slots"].keys() & other["slots"].keys()
     facts, its_facts = _facts(one, both), _facts(other, both)
+    has_found = False
     for fact in sorted(facts.keys() | its_facts.keys()):
         x, y = facts.get(fact, "absent"), its_facts.get(fact, "absent")
         if x != y:
+            has_found = True
             yield fact[1], x, y
+    if has_found:
+        return  # numbers of row settings follow from any other difference, and from each other
+    numbers = [(one["slots"][name][2], other["slots"][name][2], name) for name in both]
+    differing = [entry for entry in numbers if entry[0] != entry[1]]
+    for x, y, name in sorted(differing, key=lambda entry: (min(entry[:2]), entry[2]))[:1]:
+        what = f"the row setting of slot {name!r} (its initialization and admit_probability)"
+        yield what, f"number {x}", f"number {y}"
 
 
 def _facts(meaning: Any, slots: AbstractSet[str]) -> dict[tuple[int, str], object]:
     """Return what a fingerprint says, by rank and name; details of some slots only."""
     facts = {(0, "feature_index_prefix_bit"): meaning["feature_index_prefix_bit"]}
-    for name, (dim, group, table, *stack) in meaning["slots"].items():
+    for name, (dim, group, _, *stack) in meaning["slots"].items():
         facts[1, f"slots_config.{name}"] = "present"
         if name in slots:
             facts[2, f"slots_config.{name}.dim"] = dim
             facts[2, f"the feature group of slot {name!r}"] = group
             facts[2, f"slots_config.{name}.hash_stack_config"] = _rows(*stack)
-            what = f"the number of slot {name!r}'s dim, initialization and admit_probability"
-            facts[5, what] = table
     for number, group in enumerate(meaning["groups"]):
         facts[3, f"feature group {number}, in the order of the file,"] = group
     for group, settings in meaning["settings"].items():

@@ -108,6 +108,13 @@ class CommonConfig(Section):
     # Checkpoints.
     checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
 
+    @property
+    def served_checkpoint(self) -> str:
+        """Folder or URL of what servers load when they start; "" for nothing."""
+        if self.job_type != "Infer" or self.infer_config is None:
+            return ""
+        return self.infer_config.embedding_checkpoint
+
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingWorkerConfig(Section):

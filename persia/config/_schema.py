@@ -10,13 +10,14 @@ import dataclasses
 import os
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from persia._core.kernels import initial, optim
 from persia._core.kernels.optim import MAX_DIM
 from persia.config.document import (
+    CONFIG_OF,
     PROBABILITY,
     Choice,
     Document,
@@ -26,6 +27,7 @@ from persia.config.document import (
     Named,
     Section,
     integer,
+    show,
 )
 from persia.errors import ConfigError, did_you_mean
 from persia.logger import get_logger
@@ -34,9 +36,21 @@ _logger = get_logger("persia.config")
 
 Pooling = Literal["sum", "mean", "sqrt", "max", "raw", "jagged"]
 POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
+# Where zeros stand in a sample of a raw slot that has fewer ids than its size.
+Padding = Literal["back", "front"]
 
+# Arguments of nn.EmbeddingBag and of TorchRec's tables.
+_PEERS_WORDS = {
+    "embedding_dim": ", write dim",
+    "num_embeddings": ": take it out, rows come as ids do; capacity bounds a server",
+    "mode": ", write pooling",
+    "feature_names": ", write one slot for each, and feature_groups for those that share rows",
+}
 # Of slots_config, by the original before and in August 2021.
 _OLD_SPELLINGS = ("slot_configs", "slot_config")
+
+# Ids of a raw sample whose slot names no size. In the original's files summed ones do.
+USUAL_SIZE = 10
 
 # Modes that hand out one vector per id, so that there is nothing to sum over.
 _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
@@ -60,6 +74,9 @@ class Initialization(Choice):
 # What peers call it: the name and the options that it stands for.
 _ALIASES = {"rowwise_adagrad": ("adagrad", {"vectorwise_shared": True})}
 
+# Options as peers and papers call them.
+_PEERS_OPTIONS = {"learning_rate": "lr", "epsilon": "eps", "betas": "beta1 and beta2"}
+
 # Every name that a file may say, and the defaults of its options; None is one without.
 OPTIMIZERS: dict[str, dict[str, float | bool | None]] = {
     **optim.OPTIONS,
@@ -78,6 +95,9 @@ class GroupOptimizer(Choice):
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
+        for option in _PEERS_OPTIONS.keys() & self.options.keys():
+            todo = f"write {_PEERS_OPTIONS[option]}"
+            raise ConfigError(f"no optimizer has an option {option!r}, {todo}")
         if self.name is not None:
             if self.name not in OPTIMIZERS:
                 raise optim.unknown("optimizer", self.name, OPTIMIZERS)
@@ -114,6 +134,9 @@ _MAX_SECONDS = 1 << 50
 _MAX_STEPS = 1 << 60
 _TTL_SECONDS = Expect(f"0.001..{_MAX_SECONDS}", ge=0.001, le=_MAX_SECONDS, allow_inf_nan=False)
 
+# Slots that an error lists.
+_MAX_NAMED = 16
+
 # Counters of the sketch have eight bits.
 _MAX_THRESHOLD = 255
 
@@ -149,7 +172,7 @@ class GroupAdmission(Section):
     # Chance at each appearance; with policy ``probability``.
     probability: Annotated[float, PROBABILITY] | None = None
     # The appearance at which an id gets its row; with policy ``count``.
-    threshold: Annotated[int, integer(1, _MAX_THRESHOLD)] | None = None
+    threshold: Annotated[int, integer(2, _MAX_THRESHOLD)] | None = None
 
     def check(self) -> None:
         """Check that the policy has its setting and no other."""
@@ -202,8 +225,11 @@ class _SlotKeys(Section):
     # What becomes of a sample's rows; the next three keys decide if it is not given. ``raw``
     # and ``jagged`` hand each row out.
     pooling: Pooling | None = None
-    # With ``raw``, the ids of a sample that count; those behind are left out.
-    sample_fixed_size: Annotated[int, integer(1, 0x7FFFFFFF)] = 10
+    # With ``raw``, the ids of a sample that count; ``padding`` says which.
+    sample_fixed_size: Annotated[int, integer(1, 0x7FFFFFFF)] = USUAL_SIZE
+    # With ``raw``: ``back`` keeps the first ids of a sample, and zeros follow them; ``front``
+    # keeps the last, and zeros come before them.
+    padding: Padding = "back"
     embedding_summation: bool | None = None  # the original's word for pooling: false is ``raw``
     # The original's word: with true, a sum is divided by the root of the number of ids.
     sqrt_scaling: bool | None = None
@@ -217,11 +243,28 @@ class _SlotKeys(Section):
     # Chance that a new id gets a row; else the ``EmbeddingConfig``'s.
     admit_probability: Annotated[float, PROBABILITY] | None = None
 
+    @classmethod
+    def prepare(cls, value: object) -> object:
+        """Return the mapping by today's keys."""
+        if value is None or isinstance(value, int):
+            todo = f"write {{dim: {value or 8}}}"
+            raise InvalidValue(f"expected a mapping, got {show(value)}; {todo}")
+        return super(_SlotKeys, cls).prepare(value)
+
+    @classmethod
+    def unknown(cls, key: str, names: Sequence[str]) -> str:
+        """Say what a peer's word is here."""
+        return _PEERS_WORDS.get(key) or super(_SlotKeys, cls).unknown(key, names)
+
     def check(self) -> None:
         """Check what the keys of 2021 say beside today's."""
         if self.index_prefix != 0:
             text = f"is computed from the feature groups, got {self.index_prefix}; leave it out"
             raise InvalidValue(text, "index_prefix")
+        pooling = self.resolved_pooling()
+        if self.padding == "front" and pooling != "raw":
+            text = f"'front' has a meaning with pooling 'raw' only, got {pooling!r}"
+            raise InvalidValue(text, "padding")
         if self.pooling is None:
             return
         per_id, agrees = self.pooling in _PER_ID, (None, self.pooling == "sqrt")
@@ -255,6 +298,24 @@ class _EmbeddingKeys(Section):
     strict_ids: bool = False
     # How the rows of a group are trained and kept.
     group_settings: Named[GroupSettings] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(cls, value: object) -> object:
+        """Return the mapping by today's keys, if it has the slots under theirs."""
+        if isinstance(value, Mapping):
+            if isinstance(value.get("slots_config"), list):
+                text = "expected a mapping, got a list; write user: {dim: 8}, without a dash"
+                raise InvalidValue(text, "slots_config")
+            # Without a value where the lines below it are not indented.
+            keys = ("slots_config", *_OLD_SPELLINGS)
+            has_slots = any(value.get(key) is not None for key in keys)
+            if not has_slots and not CONFIG_OF.keys() - keys & value.keys():
+                raise InvalidValue(
+                    "expected the slots indented below the key slots_config, or "
+                    "slots_config: {user: {dim: 8}, item: {dim: 8}}, got "
+                    f"{', '.join(map(str, list(value)[:4])) or 'an empty mapping'}"
+                )
+        return super(_EmbeddingKeys, cls).prepare(value)
 
     def check(self) -> None:
         if not self.slots_config:
@@ -294,6 +355,7 @@ class Slot:
     dim: int  # floats in an embedding
     pooling: Pooling  # how the vectors of one sample's ids become the model's input
     sample_fixed_size: int = 10  # ids kept of each sample, in ``raw`` pooling only
+    padding: Padding = "back"  # where the others' zeros are; ``front`` keeps the last ids
     # Rows that an id's vector is summed from; 0 for none, where an id has one row.
     hash_stack_rounds: int = 0
     hash_stack_size: int = 0  # rows of each round
@@ -362,7 +424,9 @@ def _number_groups(
     for group, members in keys.feature_groups.items():
         for slot in members:
             if slot not in keys.slots_config:
-                problem = f"unknown slot {slot!r}{did_you_mean(slot, keys.slots_config)}"
+                known = list(keys.slots_config)
+                listed = f"; slots_config has {', '.join(known[:_MAX_NAMED])}"
+                problem = f"unknown slot {slot!r}{did_you_mean(slot, known) or listed}"
                 raise document.error(problem, "feature_groups", group)
             if slot in group_of:
                 problem = f"slot {slot!r} is already in group {group_of[slot]!r}"
@@ -418,6 +482,34 @@ def _plain(value: object) -> object:
     return value
 
 
+def _warn_of_no_effect(
+    name: str,
+    slot: _SlotKeys,
+    group: str,
+    admission: GroupAdmission | None,
+    document: Document,
+) -> None:
+    """Warn of what old files have without effect, and of what only frozen features mean."""
+    pooling = slot.resolved_pooling()
+
+    def warn(what: str, *keys: str) -> None:
+        _logger.warning("%s", InvalidValue(what, *keys).at(document.place(*keys)))
+
+    of_slot = "slots_config", name
+
+    if slot.sqrt_scaling and pooling in _PER_ID:
+        what = f"has no effect with pooling {pooling!r}, which sums nothing"
+        warn(what, *of_slot, "sqrt_scaling")
+    if pooling != "raw" and slot.sample_fixed_size != USUAL_SIZE:
+        what = f"has no effect with pooling {pooling!r}; for one row an id write pooling: raw"
+        warn(what, *of_slot, "sample_fixed_size")
+    closed = "is 0, so no new id ever gets a row"
+    if slot.admit_probability == 0:
+        warn(closed, *of_slot, "admit_probability")
+    if admission is not None and admission.probability == 0:
+        warn(closed, "group_settings", group, "admission", "probability")
+
+
 def _resolve(
     keys: _EmbeddingKeys,
     group_of: Mapping[str, str],
@@ -437,16 +529,9 @@ def _resolve(
                 *("slots_config", name, "hash_stack_config"),
             )
         pooling = slot.resolved_pooling()
-        if slot.sqrt_scaling and pooling in _PER_ID:
-            _logger.warning(
-                "%s: slots_config.%s.sqrt_scaling has no effect with pooling %r, which sums "
-                "nothing",
-                document.place("slots_config", name, "sqrt_scaling"),
-                name,
-                pooling,
-            )
         group = group_of[name]
         settings = keys.group_settings.get(group, GroupSettings())
+        _warn_of_no_effect(name, slot, group, settings.admission, document)
         if settings.admission is not None and slot.admit_probability is not None:
             raise document.error(
                 f"slot {name!r} has an admit_probability; an id is admitted in one way",
@@ -465,6 +550,7 @@ def _resolve(
             dim=slot.dim,
             pooling=pooling,
             sample_fixed_size=slot.sample_fixed_size,
+            padding=slot.padding,
             hash_stack_rounds=stack.hash_stack_rounds,
             hash_stack_size=stack.embedding_size,
             group=group,

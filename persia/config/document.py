@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -153,7 +153,7 @@ def _checked(model: Model) -> Model:
 
 
 # Of the keys by which each of the two files is known.
-_CONFIG_OF = {
+CONFIG_OF = {
     **dict.fromkeys(("slots_config", "slot_configs", "slot_config"), "embedding"),
     **dict.fromkeys(("common_config", "embedded_config", "embedding_worker_config"), "global"),
     "embedding_parameter_server_config": "global",
@@ -167,6 +167,13 @@ class Section(Model):
     """
 
     __slots__ = ()
+
+    @classmethod
+    def unknown(cls, key: str, names: Sequence[str]) -> str:
+        """Say what may have been meant by a key that is none of ``names``."""
+        of = CONFIG_OF.get(key, "")
+        swapped = f": it is of the {of} config; are the two swapped?" if of else ""
+        return swapped or did_you_mean(key, names)
 
     @classmethod
     def prepare(cls, value: object) -> object:
@@ -183,9 +190,7 @@ class Section(Model):
                 raise InvalidValue(f"expected names as keys, got {key!r}; put it in quotes")
             name = key_of.get(key, key)
             if name not in names:
-                of = _CONFIG_OF.get(key, "")
-                hint = f": it is of the {of} config; are the two swapped?" if of else ""
-                raise InvalidValue(f"unknown key{hint or did_you_mean(key, names)}", key)
+                raise InvalidValue(f"unknown key{cls.unknown(key, names)}", key)
             if name in spelled:
                 raise InvalidValue(f"{spelled[name]!r} and {key!r} are the same setting")
             spelled[name] = key
@@ -202,10 +207,13 @@ class Choice(Section):
     @classmethod
     def prepare(cls, value: object) -> object:
         """Return the mapping with its options in one field."""
+        name = dataclasses.fields(cls)[0].name  # type: ignore[arg-type]
+        if isinstance(value, str):
+            todo = f"write {{{name}: {value}}}"
+            raise InvalidValue(f"expected a mapping, got {show(value)}; {todo}")
         if not isinstance(value, Mapping):
             return value
         options = dict(value)
-        name = dataclasses.fields(cls)[0].name  # type: ignore[arg-type]
         return {name: options.pop(name, None), "options": options}
 
 
@@ -239,7 +247,9 @@ def _invalid(
     """Return pydantic's error in the words of a document."""
     if kind == "value_error":
         cause = context["error"]
-        return InvalidValue(str(cause), *keys, *getattr(cause, "keys", ()))
+        # Some name themselves what the key names.
+        text = str(cause).removeprefix(f"{keys[-1]}: " if keys else "")
+        return InvalidValue(text, *keys, *getattr(cause, "keys", ()))
     if kind == "missing":
         return InvalidValue("the key is required", *keys)
     if kind == "unexpected_keyword_argument":

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from persia import env
 from persia._cluster.connect import connect_parameter_servers
-from persia._cluster.process import Options, ServerProcess, run_parameter_server
+from persia._cluster.job import Event
+from persia._cluster.process import Options, ServerProcess, _load, run_parameter_server
 from persia._rpc.client import Client
 from persia._rpc.methods import parameter_server
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.errors import ConfigError, ServiceBusy
+from tests.support.waiting import until
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}}})
 TIMEOUT_S = 20.0
@@ -68,6 +71,16 @@ def test_the_exit_status_is_the_jobs_unless_supervised(
     assert process.wait() == status
 
 
+def test_a_thread_that_fails_while_the_job_ends_is_raised(process: ServerProcess) -> None:
+    address = process.server.address
+    with closing(Client(process.transport, address, parameter_server())) as client:
+        client.call("finish_job", 0, True, timeout_s=TIMEOUT_S)
+    until(process.has_ended)
+    process._events.put(Event("failure", error=KeyError("why")))
+    with pytest.raises(KeyError, match="why"):
+        process.wait()
+
+
 def test_a_signal_during_recovery_is_not_an_ordered_end(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +94,18 @@ def test_a_signal_during_recovery_is_not_an_ordered_end(
     monkeypatch.setattr("persia._cluster.process.ParameterServer", recovers)
     with pytest.raises(InterruptedError):
         run_parameter_server(Options(config, None))
+
+
+def test_fewer_addresses_than_replicas_are_warned_of(
+    config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name may lead to several hosts, and a server may have no list at all."""
+    text = "PERSIA_EMBEDDING_PARAMETER_SERVERS lists 1 address(es), but --replica-size is 2"
+    for listed, num_lines in (("127.0.0.1:1", 1), ("servers:1", 0), ("", 0)):
+        caplog.clear()
+        monkeypatch.setenv("PERSIA_EMBEDDING_PARAMETER_SERVERS", listed)
+        _load(Options(config, None, replica_size=2), env.parameter_server_addresses)
+        assert sum(text in line for line in caplog.messages) == num_lines
 
 
 def test_replicas_outside_the_set_are_refused(config: Path) -> None:

@@ -37,6 +37,13 @@ def test_the_difference_of_two_configs_is_named() -> None:
     other["slots_config"]["mean"]["dim"] = 12
     dim = CONFIG["slots_config"]["mean"]["dim"]
     assert diff(other).startswith(f"slots_config.mean.dim is {dim} there and 12 here")
+    assert "row setting" not in diff(other)  # it follows
+    other["slots_config"] = copy.deepcopy(CONFIG["slots_config"])
+    other["slots_config"]["mean"]["admit_probability"] = 0.5
+    assert diff(other) == (
+        "the row setting of slot 'mean' (its initialization and admit_probability) is number 0 "
+        "there and number 1 here"
+    )
     other = {"slots_config": {"new": {"dim": 4}} | CONFIG["slots_config"]}
     assert diff(CONFIG | other).startswith("slots_config.new is absent there and present here;")
     other = {"feature_index_prefix_bit": 9}

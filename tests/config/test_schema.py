@@ -122,7 +122,38 @@ def test_sqrt_scaling_without_a_sum_warns(
 ) -> None:
     with caplog.at_level(logging.WARNING, "persia.config"):
         one(sqrt_scaling=True, **settings)
-    assert "slots_config.a.sqrt_scaling has no effect" in caplog.text
+    assert "slots_config.a.sqrt_scaling: has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"sample_fixed_size": 3}, "a.sample_fixed_size: has no effect with pooling 'sum'"),
+        (
+            {"pooling": "jagged", "sample_fixed_size": 3},
+            "a.sample_fixed_size: has no effect with pooling 'jagged'",
+        ),
+        ({"admit_probability": 0}, "a.admit_probability: is 0, so no new id ever gets a row"),
+    ],
+)
+def test_what_old_and_frozen_slots_have_is_warned_of(
+    keys: dict[str, Any], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one(**keys)
+    (text,) = caplog.messages
+    assert text.startswith(f"embedding config: slots_config.{line}")
+
+
+def test_a_group_that_admits_no_id_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    grouped({"g": {"admission": {"policy": "probability", "probability": 0.0}}})
+    assert "group_settings.g.admission.probability: is 0, so no new id" in caplog.text
+
+
+def test_files_of_the_original_have_the_usual_size_anywhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one(sample_fixed_size=10, embedding_summation=True)
+    assert caplog.messages == []
 
 
 def test_hash_stack() -> None:
@@ -158,6 +189,11 @@ BAD = [
     ("slots_config: {a: {dim: 0}}", "a.dim: expected an integer in 1..65536, got 0"),
     ("slots_config: {a: {dim: 65537}}", "a.dim: expected an integer in 1..65536, got 65537"),
     ("slots_config: {a: {dim: 8, sample_fixed_size: 0}}", "sample_fixed_size: expected"),
+    ("slots_config: {a: {dim: 8, pooling: raw, padding: left}}", "padding: expected"),
+    (
+        "slots_config: {a: {dim: 8, padding: front}}",
+        "a.padding: 'front' has a meaning with pooling 'raw' only, got 'sum'",
+    ),
     ("slots_config: {a: {dim: 8, pooling: summ}}", "slots_config.a.pooling: expected 'sum', "),
     ("slots_config: {}", "slots_config: expected at least one slot, got none"),
     ("slots_config: {'': {dim: 8}}", "expected names for slots, got ''"),
@@ -167,6 +203,7 @@ BAD = [
     ("slots_config: {a: {dim: 8, index_prefix: 3}}", "a.index_prefix: is computed from"),
     ("feature_groups: {g: [aa]}", "feature_groups.g: unknown slot 'aa', did you mean 'a'?"),
     ("feature_groups: {g: [a], h: [a]}", "groups.h: slot 'a' is already in group 'g'"),
+    ("feature_groups: {g: [users]}", "unknown slot 'users'; slots_config has a"),
     ("feature_groups: {g: [a, a]}", "feature_groups.g: slot 'a' is already in group 'g'"),
     (
         "{slots_config: {a: {dim: 8}, b: {dim: 8}}, feature_groups: {a: [b]}}",
@@ -328,8 +365,10 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ("g: {admission: {policy: count}}", "threshold: is required with policy 'count'"),
         ("g: {admission: {policy: probability}}", "probability: is required with policy"),
         ("g: {admission: {policy: count, probability: 0.5, threshold: 2}}", "has no meaning"),
-        ("g: {admission: {policy: count, threshold: 0}}", r"threshold: .* 1\.\.255, got 0"),
-        ("g: {admission: {policy: count, threshold: 256}}", r"1\.\.255, got 256"),
+        ("g: {admission: {policy: count, threshold: 1}}", r"threshold: .* 2\.\.255, got 1"),
+        ("g: {admission: {policy: count, threshold: 256}}", r"2\.\.255, got 256"),
+        ("g: {optimizer: {learning_rate: 1}}", "'learning_rate', write lr"),
+        ("g: {optimizer: {name: adam, betas: [0, 0]}}", "'betas', write beta1 and beta2"),
         ("g: {admission: {policy: probability, probability: 2}}", r"0\.\.1, got 2"),
     ],
 )

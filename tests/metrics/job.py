@@ -68,7 +68,7 @@ with TrainCtx(
 
     train()
     unseen = np.full(1, 10**6, np.uint64)
-    with eval_ctx() as reader:
+    with eval_ctx(allow_missing=["item"]) as reader:
         reader.get_embedding_from_data(
             PersiaBatch([IDTypeFeatureWithSingleID("user", unseen)], requires_grad=False)
         )
