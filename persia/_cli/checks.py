@@ -171,19 +171,13 @@ def _check_huge_pages(setting: Path) -> Finding:
 
 # --- environment variables --------------------------------------------------------------------
 
-# Read by compose/stack.yml, not by PERSIA.
-_COMPOSE_VARIABLES = {"PERSIA_SOURCE"}
-# Similarity from which an unknown variable is taken for a misspelled one; all share a prefix.
-_MISSPELLED = 0.8
-
 
 def check_variables() -> Iterator[Finding]:
     """Yield findings on the variables that begin with ``PERSIA_``."""
-    names, found = env.own_names(), []
+    names, unknown, found = env.own_names(), env.unknown_names(), []
     for name in names:
-        if name not in env.VARIABLES and name not in _COMPOSE_VARIABLES:
-            hint = did_you_mean(name, sorted(env.VARIABLES), _MISSPELLED)
-            text = f"{name}: unknown variable{hint}"
+        if name in unknown:
+            text = f"{name}: unknown variable{unknown[name]}"
             found.append(warning("variables", text, "correct the name, or unset it"))
         try:
             env.VARIABLES.get(name, str)()
@@ -476,7 +470,7 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
         there = sample.others.get(slot)
         if there is not None and not sample.is_batch:
             text = f"{name}: {slot} is {there.dtype}, expected integers"
-            yield error("data", text, "number them, or hash texts (docs/readers.md)")
+            yield error("data", text, "number them, or hash texts by persia.readers.hash_text")
         else:
             todo = f"send it, or take {slot} out of slots_config"
             text = f"{name}: feature {slot} of the config is not in the data"
@@ -503,7 +497,7 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
 # --- Procfile ---------------------------------------------------------------------------------
 
 # Options of env are not looked up.
-_COMMAND = re.compile(r"([\w-]+):\s*(?:env\s+)?(?:\w+=\S*\s+)*([^\s;]+).*")
+_COMMAND = re.compile(r"([\w-]+):\s*(?:exec\s+)?(?:env\s+)?(?:\w+=\S*\s+)*([^\s;]+).*")
 
 
 def check_procfile(path: Path) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from persia._cli.errors import HELP, OneLineGroup, example
 from persia._cli.export import FORMATS, export
+from persia._cli.texts import texts_of
 from persia._files.catalog import chain, find, ids, load
 from persia._files.manifest import TIME, Manifest, now
 from persia._files.open import open_storage
@@ -51,7 +52,15 @@ def cli() -> None:
     show_default=True,
     help="Rows shown of each group.",
 )
-def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -> None:
+@click.option(
+    "--texts",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with a text a line, shown where its hash is an id; of any number of features.",
+)
+def inspect_command(
+    url: str, identity: str | None, quick: bool, biggest: int, texts: tuple[Path, ...]
+) -> None:
     """Show what a checkpoint holds: rows, features, norms, ages, the biggest rows."""
     storage = open_storage(url)
     manifests = _chain(storage, identity)
@@ -64,6 +73,8 @@ def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -
     clocks = {
         group.name: last.policies[last.tables[group.table].policy][1] for group in last.groups
     }
+    shown = {id_ for group in groups.values() for _, id_ in group.biggest}
+    known = texts_of(shown, texts, 64 - last.prefix_bits)
     for name, group in groups.items():
         click.echo(
             f"  {name}: {group.rows:,} rows, {byte_size(group.bytes)}, norm mean "
@@ -72,7 +83,11 @@ def inspect_command(url: str, identity: str | None, quick: bool, biggest: int) -
             + (f", oldest use {group.oldest:,} {clocks[name]} ago" if clocks[name] else "")
         )
         for norm, id_ in group.biggest:
-            click.echo(f"    id {id_}: norm {norm:.4g}")
+            # Quoted: a text may hold what a terminal would obey.
+            words = " or ".join(map(repr, known.get(id_, ())))
+            click.echo(f"    id {id_}: norm {norm:.4g}" + (f", {words}" if words else ""))
+    if texts:
+        click.echo(f"  {len(known)} of the {len(shown)} ids shown have a text")
 
 
 @cli.command("verify", **example("persia-ckpt verify s3://bucket/folder --all"))

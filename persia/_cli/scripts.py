@@ -25,6 +25,7 @@ from persia import env
 from persia._cli.run import Child
 from persia._cluster.job import (
     GRACE_S,
+    LAST_ASK_S,
     POLL_S,
     Event,
     Events,
@@ -177,9 +178,9 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
 
 
 def _late_status(events: Events) -> int | None:
-    """Return the status of a job whose end made a script fail; it may be known only later."""
+    """Return the status of a job that may have ended; it may be known only later."""
     with suppress(queue.Empty):
-        event = events.get(timeout=_POLLED_S)
+        event = events.get(timeout=LAST_ASK_S)
         if event.kind == "job" and event.error is None:
             return event.number
         events.put(event)
@@ -214,6 +215,10 @@ def _until_job_ends(
             return End(status_after_job(status or 0))
         if event.kind == "failure" and event.error is not None:
             raise event.error
+        if event.kind == "signal" and has_ended and status is None:
+            # Perhaps the job has ended: honcho signals all others once the trainer is gone.
+            late = _late_status(events)
+            event = event if late is None else Event("job", late)
         if event.kind == "signal":
             logger.log(level, "stops after %s", signal.Signals(event.number).name)
             child.stop(event.number)

@@ -27,7 +27,7 @@ from persia._cli.checks import (
 from persia._cluster.embedded import build_embedding_worker
 from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
-from persia._training.receiver import Stream
+from persia._training.stream_source import Stream
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
@@ -336,6 +336,7 @@ def test_a_probe_is_no_stranger_to_a_service(monkeypatch: Monkey, caplog: Log) -
         ("${COMMAND:-nowhere} x", ""),
         (". ./env.sh; nowhere", ""),
         ("A=1 B=2 honco", "no such command: honco"),
+        ("exec env A=1 honco", "no such command: honco"),
     ],
 )
 def test_commands_of_a_procfile_exist(tmp_path: Path, line: str, says: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from queue import SimpleQueue
+from unittest.mock import Mock
 
 import pytest
 
 from persia._cli import scripts
+from persia._cli.run import Child
 from persia._cli.scripts import Script
+from persia._cluster.job import Event, Events
+from persia._process_exit import End
 from persia.errors import ConfigError
 
 
@@ -27,3 +33,22 @@ def test_the_command_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scripts.torchrun(2, 1, 3)[-1] == "--master-port=5"
     with pytest.raises(ConfigError, match=r"--node-rank must be in 0\.\.2, got 3"):
         scripts.torchrun(2, 3, 3)
+
+
+def test_a_signal_at_the_end_of_a_job_is_no_end_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As honcho sends it to all others when the trainer has ended, well or not."""
+    monkeypatch.setattr(scripts, "GRACE_S", 0.0)
+    (tmp_path / "load.py").touch()
+    script = Script(tmp_path / "load.py")
+    for status, says in ((0, 0), (3, 3), (None, 143)):
+        child = Mock(spec=Child)
+        child.end.return_value = End(0)
+        events: Events = SimpleQueue()
+        events.put(Event("ended"))
+        events.put(Event("signal", signal.SIGTERM))
+        if status is not None:
+            events.put(Event("job", status))
+        assert scripts._until_job_ends(script, child, events).status == says
+        assert child.stop.called is (status is None)
