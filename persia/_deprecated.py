@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _COMPAT = "persia.compat"
 
+# Old names that this process has used: defaults that have changed are logged for such scripts.
+used: set[str] = set()
+
 
 def names_of(module: str) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a module that had other names once."""

@@ -15,6 +15,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from persia import _deprecated
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -136,6 +138,7 @@ OLD_KEYWORDS: Mapping[str, str] = {
 
 def warn(old: str, today: str, stacklevel: int = 2) -> None:
     """Warn of an old name with what to write today; ``stacklevel`` as of ``warnings.warn``."""
+    _deprecated.used.add(old)
     warnings.warn(
         f"{old} is an old name; write {today} (docs/moving-from-old-persia.md)",
         DeprecationWarning,

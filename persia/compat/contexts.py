@@ -222,7 +222,7 @@ class LooseCtx(RenamedCtx):
         if self.update_times == 0:
             warn("ctx.on_after_backward()", "ctx.backward(loss), which does all of the step")
         engine.raise_failure()
-        current = self._batch_to_train(session.tracker)
+        current = self._checks.to_train(self.current_batch, session.tracker)
         updates = engine.collect([current], current)
         self._prepared.pop(id(current), None)
         is_finite = all(update.is_finite() for update in updates)

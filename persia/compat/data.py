@@ -240,7 +240,7 @@ class Dataloader(DataLoader):
         timeout: int | None = None,
         num_workers: int = 10,
         reproducible: bool = False,
-        embedding_staleness: int | None = None,
+        embedding_staleness: int | None = 10,
         *,
         timeout_ms: int = 1000 * 60 * 10,
         **options: Any,
