@@ -73,7 +73,7 @@ def train(place: Path) -> None:
     }
     with TrainCtx(
         model=model,
-        embedding_optimizer=Adagrad(lr=0.125),
+        embedding_optimizer=Adagrad(lr=0.125, initial_accumulator_value=0.01),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.25),
         mixed_precision=False,
         embedding_config=EmbeddingConfig(seed=3, schema=SLOTS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -55,6 +56,7 @@ def record() -> dict[str, str]:
     for line in ROLE_LINES:
         status, text = run(*line)
         text = re.sub(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d([.,]\d+)?", "TIME", text)
+        text = text.replace(str(Path.cwd()), "FOLDER")
         refused[" ".join(line)] = [status, *text.splitlines()]
     return {"help/help.txt": "\n".join(pages), "help/refused.json": as_text(refused)}
 
