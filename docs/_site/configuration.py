@@ -190,7 +190,8 @@ def page() -> str:
         "`TrainCtx(global_config=...)`.\n",
         *table(GlobalConfig, "", 3),
         "## Environment variables\n",
-        "Those that PERSIA reads. A variable set to the empty text counts as not set.\n",
+        "Those that PERSIA reads. A variable set to the empty text counts as not set. One "
+        "whose name is nearly one of these is warned of once in each process.\n",
         *variables(),
     ]
     return "\n".join(parts).rstrip() + "\n"

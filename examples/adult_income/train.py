@@ -105,7 +105,8 @@ def build_ctx(options: Options) -> TrainCtx:
     }
     return TrainCtx(
         model=model,
-        embedding_optimizer=Adagrad(lr=EMBEDDING_LR),
+        # As the original's example, whose sum of squares began with 0.01.
+        embedding_optimizer=Adagrad(lr=EMBEDDING_LR, initial_accumulator_value=0.01),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=DENSE_LR),
         embedding_config=EmbeddingConfig(
             seed=options.seed, schema=CONFIG / "embedding_config.yml"

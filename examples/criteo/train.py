@@ -77,7 +77,8 @@ def build_ctx(options: Options) -> TrainCtx:
     model = DLRM()
     return TrainCtx(
         model=model,
-        embedding_optimizer=Adagrad(lr=EMBEDDING_LR),
+        # The recorded numbers are of the original's 0.01, not of torch's 0.
+        embedding_optimizer=Adagrad(lr=EMBEDDING_LR, initial_accumulator_value=0.01),
         dense_optimizer=torch.optim.Adam(model.parameters(), lr=DENSE_LR),
         embedding_config=EmbeddingConfig(
             seed=options.seed, schema=CONFIG / "embedding_config.yml"

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from persia.config import EmbeddingSchema, GlobalConfig
+from persia.data import DataLoader
+from persia.embedding.optim import Adagrad
 from tests.golden.commands import without_persia
 from tests.support.processes import ROOT, run
 
@@ -73,6 +75,33 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     words = ("-W", "error", "__page__.py")
     ran = run(*words, cwd=tmp_path, env=without_persia(), timeout_s=240)
     assert ran.returncode == 0, f"{name_of(page)}:\n{ran.stdout}\n{ran.stderr}"
+
+
+BOUND = DataLoader([]).embedding_staleness
+ACCUMULATOR = Adagrad().initial_accumulator_value
+
+
+@pytest.mark.parametrize(
+    ("page", "pieces"),
+    [
+        ("moving-from-embeddingbag", ["`weight_bound=0`", "(loss, max_norm="]),
+        (
+            "moving-from-torchrec",
+            ["`weight_bound=0`", "(loss, max_norm=", f"{BOUND} by default"],
+        ),
+        (
+            "moving-from-old-persia",
+            ["initial_accumulator_value=0.01)", f"`embedding_staleness` is {BOUND} by default"],
+        ),
+        ("optimizers", ["`weight_bound=0`", f"*n* begins at {ACCUMULATOR:g} unless"]),
+        ("operations", [f"The default is {BOUND}.", "| AUC at 1 |", "| Avazu |", "| Criteo |"]),
+        ("concepts", [f"{BOUND}, the default", "hash_text"]),
+    ],
+)
+def test_pages_say_where_defaults_give_other_numbers(page: str, pieces: list[str]) -> None:
+    """Than PyTorch's or the original's, to those who come from there."""
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    assert [piece for piece in pieces if piece not in text] == []
 
 
 @pytest.mark.parametrize("page", pages_with("yaml", "yml"), ids=name_of)
