@@ -15,7 +15,7 @@ def test_check_pyarray_dtype_valid() -> None:
     prelude.check_pyarray_dtype_valid(np.zeros(2, bool), np.dtype("bool"), "x")
     with pytest.raises(DataTypeError, match="'x': expected dtype float32, got float64"):
         prelude.check_pyarray_dtype_valid(np.zeros(2), np.float32, "x")
-    with pytest.raises(DataTypeError, match=r"'x': expected a dtype of bool.*; got complex128"):
+    with pytest.raises(DataTypeError, match=r"'x': expected a dtype of bool.*, got complex128"):
         prelude.check_pyarray_dtype_valid(np.zeros(2, complex), complex, "x")
 
 

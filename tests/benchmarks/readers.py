@@ -1,17 +1,27 @@
 """Rows a second that readers turn into batches, against Arrow's own scan of the same columns.
 
-    python -m tests.benchmarks.readers [--pairs 11] [--rows 400000]
+    python -m tests.benchmarks.readers [--pairs 11] [--rows 2000000] [--cpu-time]
 
 Criteo's columns: a label, 13 f32, 26 u64 with ids as skewed as in logs. Arrow's scan is
 ``pyarrow.dataset``'s, of batches as large, on as many threads. `text` is the same data in
 Criteo's layout, against ``pyarrow.csv`` that leaves ids texts. Pairs are interleaved; a ratio
-is the median of the pairs' own. `memory` is the most that Arrow held beyond the beginning.
+is the median of the pairs' own. `shuffled` mixes samples, `1 of 2` is the mean rate of the two
+shards of a job; `--cpu-time` counts the seconds of all threads, where others use the machine.
+`memory` is the most that arrays of Arrow and of numpy held beyond the beginning.
+
+2,000,000 rows are 20 windows of the default buffer. A pass begins with a window of which
+nothing can be handed out yet, and ends with one behind which nothing is left to decode: half of
+the four windows of `--rows 400000`, a tenth of these.
+
+`request` is ``Columns.batch``: milliseconds for one, for 64 and for 1024 samples of 26 ids, and
+with 13 numbers beside them; and how many times as long a ``TableReader`` takes.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,13 +33,14 @@ import pyarrow.csv as pacsv
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from persia.readers import Columns, CriteoReader, ParquetReader
+from persia.readers import Columns, CriteoReader, ParquetReader, TableReader
 from persia.readers._text import DENSE, IDS, LABEL
-from tests.benchmarks.interleaved import interleave, parser, ratio
+from tests.benchmarks.interleaved import Clock, interleave, parser, pin_malloc, ratio
 
 GROUP_ROWS = 1 << 16
 BATCH = 4096
 NUM_TEXT_ROWS = 100_000  # are 20 MB
+NUM_REQUESTS = 30
 NAMES = [LABEL, *DENSE, *IDS]
 COLUMNS = Columns(IDS, DENSE, [LABEL], strings="hex")
 
@@ -52,16 +63,21 @@ def write(folder: Path, num_rows: int) -> None:
 def readers(folder: Path) -> dict[str, tuple[Callable[[], int], ...]]:
     """For each format ours and Arrow's way to read it; each returns the number of rows."""
 
-    def parquet() -> int:
-        reader = ParquetReader(folder / "a.parquet", COLUMNS, BATCH, shard=(0, 1))
-        return sum(each.batch_size for each in reader)
+    def parquet(shards: int = 1, **options: Any) -> int:
+        return sum(
+            each.batch_size
+            for index in range(shards)
+            for each in ParquetReader(
+                folder / "a.parquet", COLUMNS, BATCH, shard=(index, shards), **options
+            )
+        )
 
     def scan() -> int:
         data = ds.dataset(folder / "a.parquet")
         return sum(each.num_rows for each in data.to_batches(columns=NAMES, batch_size=BATCH))
 
-    def text() -> int:
-        reader = CriteoReader(folder / "a.txt", BATCH, shard=(0, 1))
+    def text(**options: Any) -> int:
+        reader = CriteoReader(folder / "a.txt", BATCH, shard=(0, 1), **options)
         return sum(each.batch_size for each in reader)
 
     def csv() -> int:
@@ -74,38 +90,88 @@ def readers(folder: Path) -> dict[str, tuple[Callable[[], int], ...]]:
         )
         return sum(each.num_rows for each in stream)
 
-    return {"parquet": (parquet, scan), "text": (text, csv)}
+    return {
+        "parquet": (parquet, scan),
+        "parquet, shuffled": (partial(parquet, shuffle_seed=1), scan),
+        "parquet, shuffled, 1 of 2": (partial(parquet, 2, shuffle_seed=1), scan),
+        "text": (text, csv),
+        "text, shuffled": (partial(text, shuffle_seed=1), csv),
+    }
 
 
-def rate(read: Callable[[], int]) -> float:
+def rate(clock: Clock, read: Callable[[], int]) -> float:
     """Return million rows a second."""
+    start = clock()
+    return read() / (clock() - start) / 1e6
+
+
+def memory(path: Path, **options: Any) -> int:
+    """Return the most bytes that arrays hold while we read."""
+
+    def held() -> int:
+        return int(pa.total_allocated_bytes()) + tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    before, most = held(), 0
+    for _ in ParquetReader(path, COLUMNS, BATCH, shard=(0, 1), **options):
+        most = max(most, held() - before)
+    tracemalloc.stop()
+    return most
+
+
+def requests(pairs: int) -> None:
+    """Print how long ``Columns.batch`` takes for a few samples, and a table for the same."""
+    for dense in ((), DENSE):
+        for size in (1, 64, 1024):
+            columns = Columns(IDS, dense, requires_grad=False)
+            values: dict[str, list[Any]] = {name: list(range(size)) for name in IDS}
+            values |= {name: [0.5 * row for row in range(size)] for name in dense}
+
+            def ours(columns: Columns = columns, values: Any = values) -> int:
+                return columns.batch(values).batch_size
+
+            def table(columns: Columns = columns, values: Any = values) -> int:
+                (batch,) = TableReader(pa.table(values), columns, 1024, shard=(0, 1))
+                return batch.batch_size
+
+            turns = {"ours": partial(repeated, ours), "table": partial(repeated, table)}
+            own, other = interleave(turns, pairs).values()
+            print(
+                f"request, {size} of {len(IDS)} ids and {len(dense)} numbers: "
+                f"{1 / own.rate:.3f} ms, TableReader {1 / other.rate:.3f}: {ratio(own, other)}"
+            )
+
+
+def repeated(make: Callable[[], int]) -> float:
+    """Return how many batches are made in a millisecond."""
     start = time.perf_counter()
-    return read() / (time.perf_counter() - start) / 1e6
-
-
-def memory(path: Path) -> tuple[int, int]:
-    """Return the most bytes that Arrow holds while we read, and those of all rows."""
-    before, most = pa.total_allocated_bytes(), 0
-    for _ in ParquetReader(path, COLUMNS, BATCH, shard=(0, 1)):
-        most = max(most, pa.total_allocated_bytes() - before)
-    return most, pq.read_table(path).nbytes
+    for _ in range(NUM_REQUESTS):
+        make()
+    return NUM_REQUESTS / (time.perf_counter() - start) / 1e3
 
 
 def main() -> None:
-    options = parser(__doc__, 11)
-    options.add_argument("--rows", type=int, default=400_000)
+    options = parser(__doc__, 11, cpu_time=True)
+    options.add_argument("--rows", type=int, default=2_000_000)
     given = options.parse_args()
+    pin_malloc()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder, given.rows)
         # First, while nothing is there that could be freed meanwhile.
-        held, whole = memory(folder / "a.parquet")
+        held = memory(folder / "a.parquet"), memory(folder / "a.parquet", shuffle_seed=1)
+        whole = pq.read_table(folder / "a.parquet").nbytes
         for kind, (ours, theirs) in readers(folder).items():
-            turns = {"ours": partial(rate, ours), "theirs": partial(rate, theirs)}
+            turns = {
+                "ours": partial(rate, given.clock, ours),
+                "theirs": partial(rate, given.clock, theirs),
+            }
             own, other = interleave(turns, given.pairs).values()
             quotient = ratio(own, other)
             print(f"{kind}: {own.rate:.2f} M rows/s, Arrow {other.rate:.2f}: {quotient}")
-    print(f"memory: {held / 1e6:.1f} MB of {whole / 1e6:.1f} MB")
+    plain, shuffled = (each / 1e6 for each in held)
+    requests(given.pairs)
+    print(f"memory: {plain:.1f} MB, shuffled {shuffled:.1f} MB, of {whole / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

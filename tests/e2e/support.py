@@ -42,10 +42,12 @@ class Job(Cluster):
         return self.start(str(len(self.processes)), *words, **changes)
 
 
-def new_job(settings: dict[str, Any] | None = None, **environment: str) -> Job:
+def new_job(
+    settings: dict[str, Any] | None = None, slots: dict[str, Any] = CONFIG, **environment: str
+) -> Job:
     """A job of one server and one worker, gone when it is left."""
     environment |= {"PERSIA_RPC_TIMEOUT": str(PATIENCE_S)}
-    return Job(CONFIG, settings, environment=environment)
+    return Job(slots, settings, environment=environment)
 
 
 def transport() -> closing[ZmqTransport]:

@@ -14,7 +14,7 @@ from persia._cluster.process import Options
 from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with
 from tests.e2e.test_lifecycle import TALKS
 from tests.support.fixtures import Monkey
-from tests.support.processes import ROOT, run
+from tests.support.processes import ROOT, SERVERS, run
 from tests.support.waiting import PATIENCE_S
 
 
@@ -27,7 +27,7 @@ def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
         "embedding_worker": ["embedding-worker"],
         "embedding_parameter_server": ["embedding-parameter-server"],
     }
-    lines = [f"{name}: {launch} {shlex.join(words)}\n" for name, words in roles.items()]
+    lines = [f"{name}: exec {launch} {shlex.join(words)}\n" for name, words in roles.items()]
     (job.place / "Procfile").write_text("".join(lines))
     words = ("-m", "honcho", "start", "--no-colour")
     return run(*words, cwd=job.place, env=job.environment, timeout_s=PATIENCE_S)
@@ -40,6 +40,9 @@ def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
     assert "rows [0]" in trained
     assert "sending SIG" not in trained
     assert "SIGKILL" not in after
+    # honcho signals the others all the same; they have ended well, and say nothing of it.
+    assert after.count("stopped (rc=0)") == len(SERVERS) + 1, after
+    assert "after SIG" not in ran.stdout
     assert not processes_with(str(job.place))
 
 
@@ -59,12 +62,12 @@ def test_the_procfile_runs_the_four_roles(monkeypatch: Monkey) -> None:
         monkeypatch.setattr(launcher, name, note)
     monkeypatch.setattr(launcher, "set_up_logging", lambda who: None)
     for name in ("embedding_worker", "embedding_parameter_server"):
-        program, *words = shlex.split(commands.pop(name))
-        assert program == "persia-launcher"
+        execute, program, *words = shlex.split(commands.pop(name))
+        assert (execute, program) == ("exec", "persia-launcher")
         assert CliRunner().invoke(launcher.cli, words).exit_code == 0
     assert ran == [options, options]
     assert commands == {
-        "data_loader": "persia-launcher data-loader examples/adult_income/data_loader.py",
-        "nn_worker": "env OMP_NUM_THREADS=1 persia-launcher nn-worker "
+        "data_loader": "exec persia-launcher data-loader examples/adult_income/data_loader.py",
+        "nn_worker": "exec env OMP_NUM_THREADS=1 persia-launcher nn-worker "
         "examples/adult_income/train.py",
     }

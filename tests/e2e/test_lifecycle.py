@@ -74,6 +74,18 @@ def test_w72_servers_end_with_the_job_and_its_status(job: Job, text: str, status
     assert ("rows [0]" in trainer.printed()) is (text == TALKS)
 
 
+def test_roles_that_are_signalled_at_the_end_of_a_job_have_its_status(job: Job) -> None:
+    """As under honcho, which signals the others when the first process has exited."""
+    others = job.start_servers()
+    others.append(job.launch("data-loader", job.script("load.py", "print('sent')")))
+    others[-1].wait_for("has ended, waits for the job to end")
+    assert job.launch("nn-worker", job.script("train.py", TALKS)).wait() == 0
+    for process in others:
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait() for process in others] == [0, 0, 0]
+    assert "after SIGTERM" not in others[-1].printed()
+
+
 def test_the_traceback_of_a_failed_script_is_printed_last(job: Job) -> None:
     servers = job.start_servers()
     servers[1].wait_for("serves at")

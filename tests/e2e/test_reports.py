@@ -96,7 +96,7 @@ def test_a_browser_shows_the_report_of_a_run(tmp_path: Path) -> None:
     title = dom[dom.index("<title>") + 7 : dom.index("</title>")]
     found = json.loads(title)
     assert found == {
-        "charts": 8,
+        "charts": 9,
         "curves": 11,
         "features": 10,
         "fetched": 0,

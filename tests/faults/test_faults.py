@@ -68,6 +68,26 @@ def test_w10_a_process_is_killed_and_started_again(
     train_each_once(COUNT, 20, lambda: restart(cluster, role), in_order)
 
 
+@EITHER_ORDER
+def test_a_data_loader_that_was_killed_goes_on_in_its_epoch(
+    cluster: Cluster, in_order: bool
+) -> None:
+    def disturb() -> None:
+        cluster.kill("data-loader-0")
+        cluster.start_loaders(LOADER, 1, str(COUNT), *ends)
+
+    ends = ("--ends", "40", "85")
+    cluster.start_loaders(LOADER, 1, str(COUNT), *ends)
+    with make_ctx() as ctx:
+        seen = []
+        for first, end in ((0, 40), (40, 85), (85, COUNT)):
+            of_epoch = train(ctx, 20 if first == 40 else -1, disturb, in_order=in_order)
+            assert sorted(of_epoch) == list(range(first, end))
+            assert sum(ctx.get_embedding_size()) > 0  # between two loops the servers answer
+            seen += of_epoch
+        assert_each_once(ctx, seen, COUNT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("is_back_first", [False, True])

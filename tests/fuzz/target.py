@@ -12,6 +12,7 @@ import contextlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,16 @@ from persia._rpc.methods import Method, Role, embedding_worker, nn_worker, param
 from persia._rpc.server import ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training import receiver
+from persia.errors import ProtocolError
 from tests.benchmarks.memory import resident
 from tests.rpc.support import BAD, RawPeer
 from tests.rpc.test_stubs import ask_server, ask_worker
 from tests.support.services import ADAM, make_servers, make_worker
 from tests.worker.cluster import Faulty
 
-PATIENCE_S = 20.0
+# An input may wait for as long as its own deadline allows, and is to be answered then.
+LONGEST_DEADLINE_MS = 20_000
+PATIENCE_S = 3 * LONGEST_DEADLINE_MS / 1000
 LARGEST_GROWTH = 512 << 20
 CORPUS = Path(__file__).parent / "corpus.txt"
 _LENGTH = struct.Struct("<H")
@@ -66,6 +70,17 @@ def from_bytes(data: bytes) -> tuple[int, list[bytes]]:
         parts.append(data[place : place + length])
         place += length
     return role, parts
+
+
+def with_deadline(parts: list[bytes]) -> list[bytes]:
+    """The same message, if it is a call with a deadline that can be waited for."""
+    try:
+        call = decode(parts)
+    except ProtocolError:
+        return parts  # refused before anything waits
+    if not isinstance(call, Call) or call.timeout_ms <= LONGEST_DEADLINE_MS:
+        return parts
+    return [bytes(part) for part in encode(replace(call, timeout_ms=LONGEST_DEADLINE_MS))]
 
 
 class _Peer:
@@ -129,7 +144,7 @@ class Target:
             return
         self.num_sent += 1
         peer = self._peers[number % len(self._peers)]
-        answer = peer.ask(parts)
+        answer = peer.ask(with_deadline(parts))
         if answer is not None:
             reply = decode(answer)
             if isinstance(reply, Failure) and reply.body[0] in ("RemoteError", "InternalError"):
@@ -180,7 +195,7 @@ def seeds() -> list[bytes]:
 
 
 def _call(method: Method, arguments: tuple[Any, ...]) -> list[Part]:
-    return encode(Call(7, method.name, 20_000, *method.write_arguments(arguments)))
+    return encode(Call(7, method.name, LONGEST_DEADLINE_MS, *method.write_arguments(arguments)))
 
 
 def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
@@ -201,7 +216,7 @@ def _good_calls() -> list[tuple[Role, list[tuple[str, tuple[Any, ...]]]]]:
         ("deliver", ((0, 9), streamed)),
         ("relocate", ((0, 9), 0, m.RemoteRef(1, 6))),
         ("poll", ((0, 9), 0)),
-        ("end_stream", ((0, 9), 2, "")),
+        ("end_stream", ((0, 9), 2, "", 1)),
     ]
     common: list[tuple[str, tuple[Any, ...]]] = [
         ("hello", ()),

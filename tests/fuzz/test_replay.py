@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import random
 
-from tests.fuzz.target import corpus, from_bytes, seeds, target, to_bytes
+from persia._rpc.frame import Call, decode, encode
+from tests.fuzz.target import (
+    PATIENCE_S,
+    corpus,
+    from_bytes,
+    seeds,
+    target,
+    to_bytes,
+    with_deadline,
+)
 
 
 def test_every_kept_input_is_answered_or_counted() -> None:
@@ -12,6 +21,17 @@ def test_every_kept_input_is_answered_or_counted() -> None:
         for data in seeds() + corpus():
             replayed.send(data)
         replayed.check()
+
+
+def test_deadlines_end_before_patience_does() -> None:
+    """Or an input that waits as long as it may would be a finding."""
+    for timeout_ms in (0, 20_000, 20_001, (1 << 32) - 1):
+        waits = encode(Call(9, "poll", timeout_ms, [[0, 9], 0]))
+        sent = decode(with_deadline([bytes(part) for part in waits]))
+        assert isinstance(sent, Call)
+        assert sent.timeout_ms == min(timeout_ms, 20_000)
+        assert sent.timeout_ms < PATIENCE_S * 1000
+        assert (sent.method, sent.body) == ("poll", [[0, 9], 0])
 
 
 def test_bytes_mean_parts_and_back() -> None:

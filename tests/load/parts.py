@@ -63,7 +63,7 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, num_loaders: int) -> None:
         # Here alone: this loads torch.
-        from persia._training.receiver import Stream
+        from persia._training.stream_source import Stream
 
         self.rank = rank
         self.num_loaders = num_loaders

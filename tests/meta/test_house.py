@@ -20,8 +20,7 @@ FREE = {
 }
 # Modules that hold names or data and no logic of their own.
 WITHOUT_TEST = {
-    *("version", "py", "backend", "error", "wrapper", "k8s_utils", "sparse/emb"),
-    *("sparse/optim", "_core/base/types"),
+    *("version", "backend", "error", "wrapper", "k8s_utils", "sparse/emb", "sparse/optim"),
 }
 
 

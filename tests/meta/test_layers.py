@@ -30,7 +30,7 @@ ROWS = (
     {"_files", "embedding", "_context_stack"},
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "distributed", "metrics", "service"},
-    {"data", "readers", "ctx", "prelude"},
+    {"data", "readers", "sampling", "ctx", "prelude"},
     {"launcher", "helper", "_cli", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )

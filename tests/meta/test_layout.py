@@ -120,8 +120,8 @@ def test_an_install_gives_the_layout_of_the_wheel(
         shutil.copytree(checkout, source, ignore=shutil.ignore_patterns("build", "*.c"))
         words[-1:] = ["-e", source]
     run(python, "-m", "pip", "install", *words, cwd=tmp_path)
-    # Not from the folder that holds the checkout: it would be imported as a namespace.
-    assert layout(python, tmp_path / "venv") == wheel_files
+    # From the folder above an editable checkout: its own folder is no namespace package there.
+    assert layout(python, tmp_path) == wheel_files
 
 
 def test_sdist_carries_sources_and_nothing_generated(sdist: Path) -> None:

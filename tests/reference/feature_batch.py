@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tests.reference.ids import number
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class FeatureBatch:
             edges.append(edges[-1] + length)
         return edges
 
-    def truncated(self, limit: int) -> FeatureBatch:
-        weights = self.weights and [some[:limit] for some in self.weights]
-        return FeatureBatch([sample[:limit] for sample in self.samples], weights)
+    def truncated(self, limit: int, last: bool = False) -> FeatureBatch:
+        def kept(some: list[T]) -> list[T]:
+            return some[max(0, len(some) - limit) :] if last else some[:limit]
+
+        weights = self.weights and [kept(some) for some in self.weights]
+        return FeatureBatch([kept(sample) for sample in self.samples], weights)

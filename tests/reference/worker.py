@@ -55,9 +55,12 @@ class ReferenceJob:
 
     def kept(self, name: str, samples: Samples) -> Samples:
         slot = self.schema.slots[name]
-        if slot.pooling == "raw":
-            return [sample[: slot.sample_fixed_size] for sample in samples]
-        return samples
+        if slot.pooling != "raw":
+            return samples
+        size = slot.sample_fixed_size
+        if slot.padding == "front":
+            return [sample[-size:] for sample in samples]
+        return [sample[:size] for sample in samples]
 
     def _insert(self, slot: Slot, sign: int) -> None:
         table = self.schema.tables[slot.table]
@@ -115,7 +118,8 @@ class ReferenceJob:
             return vectors, numbers, bags.offsets.astype(np.int64)
         index = np.zeros((len(samples), slot.sample_fixed_size), np.int64)
         for row, some in zip(index, bags.samples(), strict=True):
-            row[: len(some)] = np.array(some, np.int64) + 1
+            first = len(row) - len(some) if slot.padding == "front" else 0
+            row[first : first + len(some)] = np.array(some, np.int64) + 1
         return np.concatenate([np.zeros((1, slot.dim), np.float32), vectors]), index.ravel()
 
     def update(

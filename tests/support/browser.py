@@ -23,9 +23,14 @@ def screenshot(url: str, picture: Path, width: int = 1280, height: int = 1000) -
     return pixels(picture.read_bytes())
 
 
-def document(page: Path) -> str:
-    """Return a page as it is after its scripts have run."""
-    return _show(page.parent, "--window-size=1240,1500", "--dump-dom", page.as_uri())
+def document(page: Path, query: str = "", scripts_ms: int = 0) -> str:
+    """Return a page as it is after its scripts have run.
+
+    ``scripts_ms`` is how long, by their clock, they may work on after the page was loaded.
+    """
+    url = f"{page.as_uri()}{query}"
+    budget = [f"--virtual-time-budget={scripts_ms}"] if scripts_ms else []
+    return _show(page.parent, "--window-size=1240,1500", *budget, "--dump-dom", url)
 
 
 def _show(folder: Path, *words: str) -> str:

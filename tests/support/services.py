@@ -49,7 +49,13 @@ CONFIG: dict[str, Any] = {
         "stack": {"dim": 4, **_stack(2, 7)},
         "stack_mean": {"dim": 4, "pooling": "mean", **_stack(2, 7)},
         "stack_max": {"dim": 8, "pooling": "max", **_stack(3, 5)},
-        "stack_raw": {"dim": 8, "pooling": "raw", "sample_fixed_size": 3, **_stack(2, 3)},
+        "stack_raw": {
+            "dim": 8,
+            "pooling": "raw",
+            "sample_fixed_size": 3,
+            "padding": "front",
+            **_stack(2, 3),
+        },
     },
     "feature_groups": {"shared": ["sum", "max", "jagged"], "stacks": ["stack", "stack_mean"]},
 }

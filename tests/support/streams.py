@@ -37,6 +37,7 @@ class Stream:
     opening: StreamOpening
     next_batch_id: int
     credits: int
+    num_received: int = 0
     version: int = 1
     acknowledged: dict[int, int] = field(default_factory=dict)  # id -> version
     wanted: dict[int, int] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class FakeRank:
         self.taken: dict[int, StreamedBatch] = {}  # not acknowledged
         self.order: list[int] = []  # as delivered, without duplicates
         self.failures: list[str] = []
+        self.last_epochs: list[int] = []  # of the streams that ended
         self.relocations: list[tuple[int, RemoteRef]] = []
         self.is_closed = False
         self.is_down = False
@@ -89,6 +91,8 @@ class FakeRank:
             if batch.batch_id < known.next_batch_id:
                 return
             assert known.end is None or batch.batch_id < known.end
+            assert known.num_received < known.credits
+            known.num_received += 1
             known.next_batch_id = batch.batch_id + 1
             self.waiting[batch.batch_id] = batch
             self.most_waiting = max(self.most_waiting, len(self.waiting))
@@ -102,9 +106,12 @@ class FakeRank:
             known.wanted.pop(batch_id, None)
             self.changed.notify_all()
 
-    def end_stream(self, stream: tuple[int, int], next_batch_id: int, failure: str) -> None:
+    def end_stream(
+        self, stream: tuple[int, int], next_batch_id: int, failure: str, epoch: int
+    ) -> None:
         with self.changed:
             self._stream(stream).end = next_batch_id
+            self.last_epochs.append(epoch)
             if failure:
                 self.failures.append(failure)
             self.changed.notify_all()

@@ -66,6 +66,8 @@ def filled(quick: bool, threads: int) -> Iterator[TrainCtx]:
         dense_optimizer=optimizer,
         embedding_config={"slots_config": SLOTS},
         global_config={"embedded_config": {"num_threads": threads}},
+        features=list(SLOTS),
+        allow_missing=list(SLOTS),  # of the batches of ``fill``, each of one feature
     ) as ctx:
         fill(ctx, quick)
         yield ctx

@@ -1,7 +1,8 @@
-"""Sends the first batches of the job: loader.py COUNT [LARGE SIZE GATE].
+"""Sends the first batches of the job: loader.py COUNT [LARGE SIZE GATE | --ends NUMBER...].
 
 With a gate there are two data-loaders, and batch LARGE has SIZE samples. Loader 1 begins when
-loader 0 has sent two batches, that is, with one credit and in order, when it has none.
+loader 0 has sent two batches, that is, with one credit and in order, when it has none. Before
+each batch whose number is an end, an epoch ends.
 """
 
 import logging
@@ -14,7 +15,8 @@ from tests.faults.batches import make_batch
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    count, *sizes = map(int, sys.argv[1:4])
+    ends = [int(end) for end in sys.argv[3:]] if sys.argv[2:3] == ["--ends"] else []
+    count, *sizes = map(int, sys.argv[1 : 2 if ends else 4])
     gate = Path(sys.argv[4]) if sizes else None  # a pipe: opening an end waits for the other
     index, size = env.get_replica_index() or 0, env.get_replica_size() or 1
     with DataCtx() as ctx:
@@ -23,5 +25,7 @@ if __name__ == "__main__":
         for place, number in enumerate(range(index, count, size)):
             if gate is not None and index == 0 and place == 2:
                 gate.write_bytes(b"x")
+            if number in ends:
+                ctx.end_epoch()
             ctx.send_data(make_batch(number, sizes[1] if number in sizes[:1] else 16))
     print(dict(ctx.stats()), flush=True)
