@@ -45,19 +45,19 @@ def cython_files() -> list[Path]:
 
 
 def found_in_sources(
-    look: Callable[[ast.AST], Iterator[tuple[int, str]]], pattern: str, but: Path | None = None
+    look: Callable[[ast.AST], Iterator[tuple[int, str]]], pattern: str, *but: Path
 ) -> list[str]:
-    """Return where Python files, but one, and Cython code have what they must not have.
+    """Return where Python files, but some, and Cython code have what they must not have.
 
     Args:
         look: Yields lines of a Python file, and what is there.
         pattern: Of lines of Cython, without their comments.
-        but: A Python file that may.
+        but: Python files that may.
     """
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in python_files()
-        if path != but
+        if path not in but
         for line, what in look(ast.parse(path.read_text(encoding="utf-8")))
     ]
     for path in cython_files():

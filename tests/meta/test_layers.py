@@ -28,9 +28,10 @@ ROWS = (
     {"_metrics", "env", "utils", "_process_exit"},
     {"_rpc", "config"},
     {"_files", "embedding", "_context_stack"},
+    {"_rows"},
     {"_server", "_worker", "_training"},
-    {"_loader", "_cluster", "_report", "distributed", "metrics", "service"},
-    {"data", "readers", "sampling", "ctx", "prelude"},
+    {"_loader", "_cluster", "_report", "_serving", "distributed", "metrics", "service"},
+    {"data", "readers", "sampling", "serving", "ctx", "prelude"},
     {"launcher", "helper", "_cli", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )
@@ -39,10 +40,14 @@ ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 ROLES = {"_server", "_worker", "_training"}
 # The only modules that name a role's class: to make a process of it, and to read its counts.
 COMPOSERS = {f"persia._cluster.{name}" for name in ("embedded", "process_metrics", "process")}
+# A served model looks its ids up in its own process.
+COMPOSERS.add("persia._serving.lookup")
 # Folders of the core, from the bottom up.
-CORE_FOLDERS = ("base", "ids", "kernels", "shard", "store")
+CORE_FOLDERS = ("base", "ids", "kernels", "shard", "store", "table")
 # Rooms in which torch may be imported when a module is loaded. Elsewhere only inside functions.
-TORCH_ROOMS = {"_training", "_report", "ctx", "data", "distributed", "metrics"}
+TORCH_ROOMS = {"_training", "_report", "_serving", "ctx", "data", "distributed", "metrics"} | {
+    "serving"
+}
 # What the compiled core may use beside the standard library.
 CORE_IMPORTS = {"numpy", "cython", "libc", "cpython"}
 
@@ -134,7 +139,12 @@ ROOMS_OF = {
     "pydantic": {"config", "_files"},
     "jinja2": {"_report"},
     "click": {"launcher", "_cli"},
-    "cloudpickle": {"_cli", "helper"},
+    "cloudpickle": {"_cli", "_serving", "helper"},
+    "starlette": {"_serving"},
+    "uvicorn": {"_serving"},
+    "grpc": {"_serving"},
+    "google": {"_serving"},
+    "orjson": {"_serving"},
 }
 
 
