@@ -18,3 +18,14 @@ class Initializer:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...
     def values(self, seed: int, sign: int, dim: int) -> NDArray[np.float32]: ...
+    def fill_rows(
+        self,
+        seed: int,
+        signs: NDArray[np.uint64],
+        rows_out: NDArray[np.float32],
+        dtype: str = "float32",
+    ) -> None:
+        """Write the rows [n, dim] that a training lookup would insert for signs [n].
+
+        ``dtype`` is that of the rows in the store; of two bytes, values are the nearest ones.
+        """

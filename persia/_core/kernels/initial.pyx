@@ -18,14 +18,17 @@ from persia.errors import ConfigError
 
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 import numpy as np
 
 from persia._core.kernels.optim import number, unknown, with_defaults
 
+from persia._core.base.arrays cimport check_rows
+from persia._core.base.halves cimport dtype_number, half_kernels, persia_half_t
 from persia._core.base.hashing cimport mix64
-from persia._core.base.types cimport uint32_t, uint64_t
+from persia._core.base.types cimport uint16_t, uint32_t, uint64_t
 
 cdef enum:
     UNIFORM
@@ -350,6 +353,29 @@ cdef class Initializer:
         with nogil:
             self.fill(seed_word, sign_word, &view[0], size)
         return result
+
+    def fill_rows(
+        self, seed, const uint64_t[::1] signs not None, float[:, ::1] rows_out not None,
+        dtype="float32",
+    ):
+        cdef uint64_t seed_word = seed
+        cdef uint32_t row_dtype = dtype_number(dtype)
+        cdef const persia_half_t *half = half_kernels(row_dtype) if row_dtype else NULL
+        cdef uint32_t dim = <uint32_t> rows_out.shape[1]
+        cdef uint16_t *rounded = NULL
+        cdef Py_ssize_t i
+        check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
+        if half != NULL:
+            rounded = <uint16_t *> malloc(dim * sizeof(uint16_t))
+            if rounded == NULL:
+                raise MemoryError(f"a row of {dim} values")
+        with nogil:
+            for i in range(signs.shape[0]):
+                self.fill(seed_word, signs[i], &rows_out[i, 0], dim)
+                if half != NULL:
+                    half.narrow(&rows_out[i, 0], rounded, dim)
+                    half.widen(rounded, &rows_out[i, 0], dim)
+        free(rounded)
 
 
 def elementary(double x):

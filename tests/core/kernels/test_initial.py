@@ -11,8 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia._core.base.halves import DTYPES
 from persia._core.kernels.initial import MAX_LAM, OPTIONS, Initializer, elementary
-from persia.errors import ConfigError
+from persia._core.kernels.optim import RowOptimizer
+from persia._core.store.store import EmbeddingStore
+from persia.errors import ConfigError, DataError
 from tests.reference import initial as model
 from tests.support.profiles import tries
 
@@ -184,3 +187,32 @@ def test_initializers_compare_by_settings_and_survive_pickling() -> None:
     assert one != Initializer("truncated_normal", mean=1)
     assert one != "normal"
     assert pickle.loads(pickle.dumps(one)) == one
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("method", "options"), OF_ALL_SIZES)
+def test_rows_are_those_that_a_store_inserts(
+    level: str, method: str, options: dict[str, float], dtype: str
+) -> None:
+    dim, seed = 19, 2**63 + 11
+    signs = np.append(np.arange(40, dtype=np.uint64) << np.uint64(50), np.uint64(2**64 - 1))
+    initializer = Initializer(method, **options)
+    store = EmbeddingStore(1000, num_shards=2, seed=seed)
+    store.configure(RowOptimizer("sgd", lr=0.5))
+    inserted = np.empty((len(signs), dim), np.float32)
+    hints = np.empty(len(signs), np.uint32)
+    store.lookup_train(signs, initializer, 1.0, 0, inserted, hints, dtype=dtype)
+    rows = np.full_like(inserted, np.nan)
+    initializer.fill_rows(seed, signs, rows, dtype)
+    assert rows.tobytes() == inserted.tobytes()
+    assert store.lookup_eval(signs, inserted, dtype=dtype) == 0
+    assert rows.tobytes() == inserted.tobytes()
+
+
+def test_rows_of_another_number_or_dtype_are_refused() -> None:
+    signs, initializer = np.arange(3, dtype=np.uint64), Initializer()
+    with pytest.raises(DataError, match="rows_out must have one row a sign, 3, got 2"):
+        initializer.fill_rows(1, signs, np.empty((2, 4), np.float32))
+    with pytest.raises(ConfigError, match="dtype"):
+        initializer.fill_rows(1, signs, np.empty((3, 4), np.float32), "int8")
+    initializer.fill_rows(1, signs[:0], np.empty((0, 4), np.float32))
