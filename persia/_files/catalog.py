@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,12 @@ _logger = get_logger("persia.checkpoints")
 def new_id(storage: Storage) -> str:
     """Return an id beyond all that are in use, published or not."""
     numbers = [int(name.partition("-")[0]) for name in storage.list() if ID.match(name)]
-    return f"{max(numbers, default=0) + 1:08}-{secrets.token_hex(4)}"
+    return id_of(max(numbers, default=0) + 1)
+
+
+def id_of(number: int) -> str:
+    """Return an id of that number, which no other has."""
+    return f"{number:08}-{secrets.token_hex(4)}"
 
 
 def ids(storage: Storage) -> list[str]:
@@ -145,20 +151,37 @@ def latest(storage: Storage) -> str | None:
 
 
 def chain(storage: Storage, identity: str | None = None) -> list[Manifest]:
-    """Return a full checkpoint and the deltas up to the one asked for, or to the latest."""
+    """Return a full checkpoint and the deltas up to the one asked for, or to the latest.
+
+    A full one that was written beside the deltas (``Manifest.after``) takes the place of all
+    that came before it.
+    """
     found = [load(storage, identity)]
-    known = set(ids(storage))
+    known = ids(storage)
     while (base := found[-1].base) is not None:
         delta = found[-1]
-        name = storage.at(f"{delta.id}.json")
-        if base not in known:
-            raise CheckpointError(
-                f"{name}: base: {base} is not here, so the changes up to it are missing"
-            )
-        found.append(load(storage, base))
+        found.append(_base_of(storage, delta, base, known))
         if found[-1].schema != delta.schema:
+            name = storage.at(f"{delta.id}.json")
             raise CheckpointError(f"{name}: schema: expected that of its base {base}")
     return found[::-1]
+
+
+def _base_of(storage: Storage, delta: Manifest, base: str, known: list[str]) -> Manifest:
+    """Return what a delta changes: a full checkpoint beside its base, or the base."""
+    first, end = number_of(base), number_of(delta.id)
+    for identity in known:
+        if first < number_of(identity) < end:
+            with suppress(CheckpointError):  # not this one then; the base may be there
+                beside = load(storage, identity)
+                if beside.after == base:
+                    return beside
+    if base not in known:
+        raise CheckpointError(
+            f"{storage.at(delta.id)}.json: base: {base} is not here, so the changes up to it "
+            "are missing"
+        )
+    return load(storage, base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +247,23 @@ def keep_last(storage: Storage, count: int, writing: Collection[str] = ()) -> li
             kept.add(link)
             link = load(storage, link).base
     removed = [identity for identity in found if identity not in kept]
+    _remove(storage, removed, writing)
+    return removed
+
+
+def drop_before(storage: Storage, first: str, writing: Collection[str] = ()) -> None:
+    """Remove all checkpoints before that one; for the rest as ``keep_last``."""
+    removed = [one for one in ids(storage) if number_of(one) < number_of(first)]
+    _remove(storage, removed, writing)
+
+
+def _remove(storage: Storage, removed: list[str], writing: Collection[str]) -> None:
     # The latest first: a delta ends to exist before its base does.
     for identity in reversed(removed):
         storage.remove(f"{identity}.json")
     for identity in removed:
         storage.remove_folder(identity)
     _clean(storage, writing)
-    return removed
 
 
 def _clean(storage: Storage, writing: Collection[str]) -> None:

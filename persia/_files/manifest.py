@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -104,7 +105,12 @@ _Id = Annotated[
 
 def now() -> str:
     """Return the time as manifests have it, UTC."""
-    return datetime.datetime.now(datetime.timezone.utc).strftime(TIME)
+    return time_text(time.time())
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in seconds since 1970 as manifests have it."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(TIME)
 
 
 def number_of(identity: str) -> tuple[int, str]:
@@ -139,6 +145,21 @@ class Manifest(Record):
         return sum(part.num_rows for part in self.parts)
 
     @property
+    def created_s(self) -> float:
+        """``created`` in seconds since 1970."""
+        made = datetime.datetime.strptime(self.created, TIME)
+        return made.replace(tzinfo=datetime.timezone.utc).timestamp()
+
+    @property
+    def after(self) -> str | None:
+        """Of a full packet that a server wrote beside its deltas, the last that it has whole.
+
+        The delta to that one is a delta to this one too.
+        """
+        found = self.extras.get("after")
+        return found if self.kind == "full" and isinstance(found, str) else None
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.all_files())
 
@@ -156,6 +177,10 @@ class Manifest(Record):
             ) from None
         for place, part in enumerate(self.parts):
             self._check_part(part, place)
+        if self.after is not None and not ID.fullmatch(self.after):
+            raise InvalidValue(
+                f"expected the id of a checkpoint, got {show(self.after)}", "extras", "after"
+            )
         if self.kind == "full" and self.deleted:
             raise InvalidValue("a full checkpoint deletes nothing", "deleted")
         for name in self.files:

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,13 +73,17 @@ class _Dump:
     begun_at: float = field(default_factory=time.monotonic)
 
     @staticmethod
-    def begin(request: CutRequest, now: ServerState) -> _Dump:
+    def begin(
+        request: CutRequest, now: ServerState, log: Callable[[], dict[str, Any]]
+    ) -> _Dump:
         """Return a snapshot of this moment, with what has to be of the same one."""
         settings = now.settings
         snapshot = now.store.begin_snapshot(request.changes)
         try:
             snapshot.allow(room_for_copies(snapshot))  # it may be seconds until it is written
-            info = CutInfo(snapshot.num_rows, snapshot.is_full, settings.about())
+            # After the snapshot: what the log has of a later moment, it has of this one.
+            about = json.dumps({**json.loads(settings.about()), **log()})
+            info = CutInfo(snapshot.num_rows, snapshot.is_full, about)
             sketch = now.store.sketch() if settings.sketch_bytes else None
             return _Dump(request, settings, snapshot, info, sketch)
         except BaseException:
@@ -96,8 +101,16 @@ class Snapshots:
         self._dumps: dict[int, _Dump] = {}  # by id
         self.committed_at: float | None = None  # the last of all rows that was; monotonic
 
-    def begin(self, request: CutRequest, now: Callable[[], ServerState]) -> CutInfo:
-        """Begin a snapshot of what ``now`` returns; the same request again changes nothing."""
+    def begin(
+        self,
+        request: CutRequest,
+        now: Callable[[], ServerState],
+        log: Callable[[], dict[str, Any]] = dict,
+    ) -> CutInfo:
+        """Begin a snapshot of what ``now`` returns; the same request again changes nothing.
+
+        ``log`` returns what else is to be known of this moment, as JSON for ``CutInfo.about``.
+        """
         with self._lock:
             known = self._dumps.get(request.cut_id)
             if known is not None:
@@ -112,7 +125,7 @@ class Snapshots:
                         "time; wait_for_dump_embedding() waits for it"
                     )
                 self._end(other, False)  # its trainer is gone
-            dump = self._dumps[request.cut_id] = _Dump.begin(request, now())
+            dump = self._dumps[request.cut_id] = _Dump.begin(request, now(), log)
             return dump.info
 
     def _find(self, cut_id: int) -> _Dump:

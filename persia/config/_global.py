@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -82,10 +83,25 @@ class MetricsConfig(Section):
 class InferConfig(Section):
     """Section ``common_config.infer_config``: what job type ``Infer`` starts from."""
 
-    # ``host:port`` of every parameter server, in replica order.
-    servers: Listed[tuple[str, ...]]
-    # Folder or URL of the checkpoint that servers load when they start.
+    # Folder or URL of the checkpoint that servers load when they start, and of newer ones that
+    # they load as they come.
     embedding_checkpoint: str
+    # Read because old files hold it: processes find servers by the variables of the job.
+    servers: Listed[tuple[str, ...]] = ()
+    # ``incremental_dir`` of servers that train: once it is whole, rows are those of training,
+    # and follow it. Without it, a checkpoint's.
+    incremental_dir: str = ""
+    # Seconds between two looks for a newer checkpoint, or for changed rows.
+    follow_interval_sec: Annotated[float, Expect("a number of seconds, at least 0.01")] = 1.0
+    # How servers hold the values of rows: ``int8`` has a scale and an offset for each row.
+    row_dtype: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
+
+    def check(self) -> None:
+        if not 0.01 <= self.follow_interval_sec < math.inf:
+            raise InvalidValue(
+                f"expected a number of seconds, at least 0.01, got {self.follow_interval_sec}",
+                "follow_interval_sec",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +168,14 @@ class ParameterServerConfig(Section):
     enable_incremental_update: bool = False
     # Changes of rows after which they are written, once each.
     incremental_buffer_size: Annotated[int, integer(1)] = 1_000_000
+    # Seconds after which changes are written though they are fewer.
+    incremental_flush_sec: Annotated[
+        float, Expect("a number in 0.5..86400", ge=0.5, le=86_400)
+    ] = 60.0
+    # Seconds for which what was written stays at least, for those who follow it.
+    incremental_keep_sec: Annotated[
+        float, Expect("a number in 0..604800", ge=0, le=604_800)
+    ] = 300.0
     # Where they are written: a folder or a URL, which has a folder of each server.
     incremental_dir: str = "/workspace/incremental_dir/"
     # Read because old files hold it; has no effect.

@@ -107,6 +107,14 @@ def test_w28_settings_without_effect_say_so(
         ("embeding_worker_config: {}", "unknown key, did you mean 'embedding_worker_config'?"),
         ("common_config: {job_type: train}", "job_type: expected 'Train', 'Eval'"),
         ("common_config: {infer_config: {servers: ['a:1']}}", "embedding_checkpoint: the key"),
+        (
+            "common_config: {infer_config: {embedding_checkpoint: x, follow_interval_sec: 0}}",
+            "follow_interval_sec: expected a number of seconds",
+        ),
+        (
+            "common_config: {infer_config: {embedding_checkpoint: x, row_dtype: f8}}",
+            "row_dtype",
+        ),
         ("common_config: 3", "common_config: expected a mapping, got 3"),
         ("embedding_parameter_server_config: {capacity: 1.0e+6}", "capacity: expected an int"),
         ("embedding_parameter_server_config: {enable_incremental_update: 1}", "expected true"),
@@ -166,3 +174,13 @@ def test_the_sketch_follows_capacity_and_memory_limit() -> None:
     assert ParameterServerConfig(admission_sketch_bytes=64).sketch_bytes() == 64
     with pytest.raises(ConfigError, match="admission_sketch_bytes: expected an integer in 1"):
         server(admission_sketch_bytes=0)
+
+
+def test_inference_needs_a_checkpoint_only() -> None:
+    config = GlobalConfig.load(
+        {"common_config": {"job_type": "Infer", "infer_config": {"embedding_checkpoint": "x"}}}
+    )
+    infer = config.common_config.infer_config
+    assert infer is not None
+    assert (infer.servers, infer.incremental_dir) == ((), "")
+    assert (infer.follow_interval_sec, infer.row_dtype) == (1.0, "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,14 +13,18 @@ import pytest
 
 from persia._files import catalog
 from persia._files.catalog import below
+from persia._files.change_log import ChangeLog, Deletion, Rows, read_chain, read_packet
+from persia._files.manifest import Manifest, time_text
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_part, take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import OptimizerSettings
-from persia._server import incremental
+from persia._server import incremental, snapshot
 from persia._server.incremental import IncrementalWriter
+from persia._server.service import ParameterServer
 from persia._training.checkpoint import CheckpointReader
 from persia.errors import CheckpointError
+from tests.files.support import manifest
 from tests.support.fixtures import Log, Monkey
 from tests.support.saving import (
     add_part,
@@ -38,21 +43,26 @@ from tests.support.waiting import until
 def test_changes_are_written_as_training_goes_on(tmp_path: Path) -> None:
     servers = writing_changes(tmp_path, 2, buffer_size=200)
     worker = make_worker(servers)
-    kinds = []
+    storage = LocalStorage(tmp_path / "s0")
+    seen: dict[str, Manifest] = {}
     for number in range(6):
         train(worker, number, 1)
         for server in servers:
             server.flush_changes()
-        kinds.append(catalog.load(LocalStorage(tmp_path / "s0")).kind)
+        seen |= {one: catalog.load(storage, one) for one in catalog.ids(storage)}
     for server in servers:
         server.close()
-    assert kinds[:2] == ["full", "delta"]
-    assert "full" in kinds[2:]  # once the deltas are as large as the first was
-    # What is left is the last full one and what leads to the one before it.
-    assert len(catalog.ids(LocalStorage(tmp_path / "s0"))) < 6
+    chained = [one for one in seen.values() if one.after is None]
+    assert [one.kind for one in chained] == ["full"] + ["delta"] * 5
+    assert [one.base for one in chained[1:]] == [one.id for one in chained[:-1]]
+    beside = [one for one in seen.values() if one.after is not None]
+    assert len(beside) > 1  # as soon as the deltas are as large as the first was
+    # Younger ones stay; what the last two full ones need is less.
+    assert catalog.ids(storage) == sorted(seen)
+    assert len(catalog.chain(storage)) < 6
     loader, fresh = load_changes(tmp_path, servers)
-    for manifest in catalog.ids(LocalStorage(tmp_path / "s1")):
-        (tmp_path / "s1" / f"{manifest}.json").unlink()
+    for identity in catalog.ids(LocalStorage(tmp_path / "s1")):
+        (tmp_path / "s1" / f"{identity}.json").unlink()
     with pytest.raises(CheckpointError, match="s1 is missing"):
         loader.verify("", str(tmp_path), None)
     assert rows_of(fresh) == rows_of(servers)
@@ -86,7 +96,7 @@ def test_copies_have_room_before_a_packet(tmp_path: Path, monkeypatch: Monkey) -
     write = IncrementalWriter._write
 
     def note(*arguments: Any) -> None:
-        rooms.append(arguments[-1].side_bytes)
+        rooms.append(arguments[3].side_bytes)
         write(*arguments)
 
     monkeypatch.setattr(IncrementalWriter, "_write", note)
@@ -149,9 +159,8 @@ def test_the_end_waits_for_a_packet(tmp_path: Path, monkeypatch: Monkey, caplog:
         raise CheckpointError("at last")
 
     monkeypatch.setattr(incremental, "LAST_PACKET_S", 0.01)
-    monkeypatch.setattr(incremental, "FLUSH_S", 0.01)
     monkeypatch.setattr(PartWriter, "finish", stands)
-    (server,) = writing_changes(tmp_path)
+    (server,) = writing_changes(tmp_path, buffer_size=1)
     train(make_worker([server]), 0, 1)
     assert is_there.wait(60)
     server.close()
@@ -196,3 +205,242 @@ def test_no_packet_is_written_in_a_load(tmp_path: Path, monkeypatch: Monkey) -> 
     assert catalog.load(storage).kind == "full"  # the changes before the load mean nothing now
     monkeypatch.undo()
     load_changes(tmp_path / "changes", [server])
+
+
+def follow(folder: Path) -> tuple[ChangeLog, dict[int, bytes]]:
+    """Begin to follow what servers write; returns the rows there are, by sign."""
+    log = ChangeLog(str(folder))
+    rows: dict[int, bytes] = {}
+    for chain in log.start():
+        for found in read_chain(chain):
+            apply(found, rows)
+    return log, rows
+
+
+def apply(found: Deletion | Rows, rows: dict[int, bytes]) -> None:
+    if isinstance(found, Deletion):
+        for sign in found.signs.tolist():
+            rows.pop(sign, None)
+        return
+    for sign, values in zip(found.signs.tolist(), found.values, strict=True):
+        rows[sign] = values.tobytes()
+
+
+def catch_up(log: ChangeLog, rows: dict[int, bytes]) -> bool:
+    """Apply what has come; returns whether the follower has to begin again."""
+    update = log.poll()
+    for packet in update.packets:
+        for found in read_packet(packet):
+            apply(found, rows)
+        log.applied(packet)
+    return update.resync
+
+
+def values_in(servers: list[ParameterServer]) -> dict[int, bytes]:
+    found: dict[int, bytes] = {}
+    for server in servers:
+        state = server._settings.state
+        assert state is not None
+        with state.store.begin_snapshot() as cut:
+            for block in cut.blocks():
+                apply(Rows("", block.signs, np.asarray(block.values, np.float32)), found)
+    return found
+
+
+def test_a_follower_has_the_rows_of_training(tmp_path: Path) -> None:
+    servers = writing_changes(tmp_path, 2)
+    worker = make_worker(servers)
+    train(worker, 0, 1)
+    for server in servers:
+        server.flush_changes()
+    log, rows = follow(tmp_path)
+    assert rows == values_in(servers)
+    for number in range(1, 6):
+        train(worker, number, 1)
+        state = servers[0]._settings.state
+        assert state is not None
+        gone = np.array(sorted(values_in(servers[:1]))[number : number + 3], np.uint64)
+        state.store.delete(gone)
+        for server in servers:
+            server.flush_changes()  # full packets come between
+        assert not catch_up(log, rows)
+        assert rows == values_in(servers)
+    late, its_rows = follow(tmp_path)
+    assert its_rows == rows
+    assert all(late.position[server] <= log.position[server] for server in range(2))
+    # What replaces rows without training is written too.
+    worker.clear_embeddings()
+    train(worker, 7, 1)
+    for server in servers:
+        server.flush_changes()
+    if catch_up(log, rows):
+        log, rows = follow(tmp_path)
+    assert rows == values_in(servers)
+    for server in servers:
+        server.close()
+    load_changes(tmp_path, servers)
+
+
+def test_deltas_go_on_while_a_full_packet_is_written(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    is_there, may_go = threading.Event(), threading.Event()
+    written = snapshot.write_rows
+
+    def stands(*arguments: Any) -> Any:
+        if threading.current_thread().name == "persia-full-packet":
+            is_there.set()
+            assert may_go.wait(60)
+        return written(*arguments)
+
+    monkeypatch.setattr(incremental, "write_rows", stands)
+    monkeypatch.setattr(incremental, "MAX_DELTAS", 1)
+    (server,) = writing_changes(tmp_path)
+    worker, writer = make_worker([server]), server._incremental
+    assert writer is not None
+    for number in range(4):
+        train(worker, number, 1)
+        writer.flush()
+        if number == 0:
+            log, rows = follow(tmp_path)
+        else:
+            assert is_there.wait(60)
+    storage = LocalStorage(tmp_path / "s0")
+    assert [one.kind for one in map(partial(catalog.load, storage), catalog.ids(storage))] == [
+        "full",
+        *["delta"] * 3,
+    ]
+    assert [int(one[:8]) for one in catalog.ids(storage)] == [1, 2, 4, 5]  # 3 is the full one
+    may_go.set()
+    assert writer._full is not None
+    assert writer._full.is_over.wait(60)
+    assert len(catalog.ids(storage)) == 5
+    assert [one.kind for one in catalog.chain(storage)] == ["full", "delta", "delta"]
+    assert not catch_up(log, rows)
+    assert rows == follow(tmp_path)[1] == values_in([server])
+    server.close()
+    load_changes(tmp_path, [server])
+
+
+def test_a_full_packet_that_fails_ends_nothing(tmp_path: Path, monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(incremental, "MAX_DELTAS", 1)
+    (server,) = writing_changes(tmp_path)
+    worker, publish = make_worker([server]), catalog.publish
+
+    def refuse(storage: Any, manifest: Manifest) -> None:
+        if manifest.after is not None:
+            raise CheckpointError("No space left on device")
+        publish(storage, manifest)
+
+    monkeypatch.setattr(catalog, "publish", refuse)
+    for number in range(4):
+        train(worker, number, 1)
+        server.flush_changes()
+    storage = LocalStorage(tmp_path / "s0")
+    assert len(catalog.chain(storage)) == len(catalog.ids(storage)) == 4
+    server.close()
+    load_changes(tmp_path, [server])
+
+
+def test_a_checkpoint_knows_its_place_in_the_log(tmp_path: Path) -> None:
+    servers = writing_changes(tmp_path / "log", 2)
+    worker = make_worker(servers)
+    train(worker, 0, 1)
+    packets = place_of_dump(worker, tmp_path)
+    assert packets == {0: 1, 1: 1}  # to come
+    for server in servers:
+        server.flush_changes()
+    log, rows = follow(tmp_path / "log")
+    assert log.contains(packets)
+    # Nothing has changed since, yet a packet comes.
+    packets = place_of_dump(worker, tmp_path)
+    assert packets == {0: 2, 1: 2}
+    assert not log.contains(packets)
+    for server in servers:
+        server.flush_changes()
+        server.flush_changes()
+    assert not catch_up(log, rows)
+    assert log.contains(packets)
+    assert rows == values_in(servers)
+    for server in servers:
+        server.close()
+
+
+def place_of_dump(worker: Any, tmp_path: Path) -> dict[int, int]:
+    dump(worker, tmp_path / "checkpoints")
+    extras = catalog.load(LocalStorage(tmp_path / "checkpoints")).extras["change_log"]
+    assert extras["url"] == str(tmp_path / "log")
+    return {int(server): number for server, number in extras["packets"].items()}
+
+
+def test_packets_come_as_often_as_the_config_says(tmp_path: Path) -> None:
+    (server,) = make_servers(
+        1,
+        optimizer=ADAGRAD,
+        enable_incremental_update=True,
+        incremental_flush_sec=0.5,
+        incremental_dir=str(tmp_path),
+    )
+    train(make_worker([server]), 0, 1)
+    until(lambda: bool(catalog.ids(LocalStorage(tmp_path / "s0"))))
+    server.close()
+
+
+def test_a_writer_that_starts_again_begins_with_all_rows(tmp_path: Path) -> None:
+    for number in range(2):
+        (server,) = writing_changes(tmp_path)
+        train(make_worker([server]), number, 1)
+        server.flush_changes()
+        if number == 0:
+            log, rows = follow(tmp_path)
+        server.close()
+    storage = LocalStorage(tmp_path / "s0")
+    assert [catalog.load(storage, one).base for one in catalog.ids(storage)] == [None, None]
+    assert catch_up(log, rows)
+    log, rows = follow(tmp_path)
+    assert log.position == {0: 2}
+    assert rows == values_in([server])
+    # So does one whose packets were removed, or followed by another one's.
+    for number in range(2):
+        train(make_worker([server]), 2 + number, 1)
+        last = storage.list()
+        if number == 0:
+            storage.remove(f"{catalog.latest(storage)}.json")
+        else:
+            (other,) = writing_changes(tmp_path)
+            train(make_worker([other]), 5, 1)
+            other.flush_changes()
+        server.flush_changes()
+        assert catalog.load(storage).kind == "full", last
+        assert follow(tmp_path)[1] == values_in([server])
+
+
+def test_young_packets_stay(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    now = 1e9
+    kept = incremental._KeptPackets(100.0, lambda: now)
+    made: list[str] = []
+
+    def write(kind: str, at: float) -> None:
+        base = made[-1] if kind == "delta" else None
+        identity = catalog.new_id(storage)
+        made.append(identity)
+        catalog.publish(storage, manifest(identity, base, parts=(), created=time_text(at)))
+
+    for at, kind in enumerate(["full", "delta", "full", "delta", "full", "delta"]):
+        write(kind, now - 200 + at)
+    kept.prune(storage, ())
+    assert catalog.ids(storage) == made[2:]  # the last two full ones, and what follows
+    write("full", now)
+    write("full", now + 1e6)  # the clock was wrong
+    write("full", now)
+    kept.prune(storage, ())
+    assert catalog.ids(storage) == made[6:]  # those three are young
+    (tmp_path / f"{made[6]}.json").write_text("{")
+    incremental._KeptPackets(100.0, lambda: now)
+    with pytest.raises(CheckpointError):
+        incremental._KeptPackets(0.0, lambda: now).prune(storage, ())
+    assert catalog.ids(storage) == made[6:]
+    kept._keep_s = 0.0
+    kept.prune(storage, ())
+    assert catalog.ids(storage) == made[7:]
