@@ -72,6 +72,13 @@ def _parse_addresses(text: str) -> list[str]:
     return items
 
 
+def _parse_copies(text: str) -> list[list[str]]:
+    return [
+        [address for copy in part.split("|") for address in _parse_addresses(copy)]
+        for part in _parse_list(text)
+    ]
+
+
 def _parse_port(text: str) -> int | Literal["off"]:
     if text.strip().lower() == "off":
         return "off"
@@ -104,6 +111,9 @@ _FLAG: ValueKind[bool] = ValueKind(lambda text: _FLAGS[text.strip().lower()], "0
 _SECONDS: ValueKind[float] = ValueKind(_parse_seconds, "a positive number of seconds")
 _PORT: ValueKind[int | Literal["off"] | None] = ValueKind(_parse_port, "a port or off")
 _ADDRESSES = ValueKind(_parse_addresses, "a list of addresses separated by commas")
+_COPIES: ValueKind[list[list[str]] | None] = ValueKind(
+    _parse_copies, "addresses, those of one server's copies with | between them, and commas"
+)
 _FOLDERS: ValueKind[list[str] | None] = ValueKind(_parse_list, "a list of folders with commas")
 _LEVEL: ValueKind[int] = ValueKind(_parse_level, "a level")
 
@@ -189,6 +199,11 @@ embedding_worker_addresses = Variable(
     "Addresses of the embedding-workers.",
     "127.0.0.1:8887",
     fallback=embedding_worker_service.name,
+)
+serving_replicas = Variable(
+    "PERSIA_SERVING_REPLICAS",
+    _COPIES,
+    "Addresses of the servers of served rows; between copies of one stands a bar.",
 )
 nn_worker_addresses = Variable(
     "PERSIA_NN_WORKERS",

@@ -86,6 +86,10 @@ class UnknownRef(ServiceError, LookupError):
     """No batch has this ref: it was acknowledged, released, expired, or another worker's."""
 
 
+class UnknownModel(ServiceError, LookupError):
+    """No model, or no version of it, that is served has this name."""
+
+
 class UnknownStream(ServiceError, LookupError):
     """The nn-worker has no such stream: it was restarted, or another loader took over."""
 
@@ -109,6 +113,10 @@ class RemoteError(ServiceError):
 
 class CheckpointError(PersiaError, OSError):
     """A file or directory is not what a checkpoint needs; names the path."""
+
+
+class LogNotReady(CheckpointError):
+    """A change log has not the rows of every server of one job yet; it may be asked again."""
 
 
 class InternalError(PersiaError):

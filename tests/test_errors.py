@@ -19,6 +19,7 @@ from persia.errors import PersiaError, did_you_mean
         (errors.ServiceTimeout, TimeoutError),
         (errors.NotAllowed, PermissionError),
         (errors.UnknownRef, LookupError),
+        (errors.UnknownModel, LookupError),
         (errors.UnknownStream, LookupError),
         (errors.CheckpointError, OSError),
     ],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from persia import env
-from persia._cluster.addresses import TCP, AddressList, resolved, split
+from persia._cluster.addresses import TCP, AddressList, is_name, resolved, split
 from persia._cluster.discovery import Discovery
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_RESOLVE_S = 3.0  # that the look-up of a name may take
 
 _nats_warning = threading.Lock()  # acquired with the one warning, and never released
 
@@ -66,6 +68,17 @@ def connect_embedding_workers(
 ) -> list[RemoteEmbeddingWorker]:
     """Connect to every embedding-worker, as ``_connect`` says."""
     return _connect(embedding_worker(), RemoteEmbeddingWorker.of, transport, **options)
+
+
+def serving_addresses(addresses: Sequence[str] | None) -> tuple[Callable[[], list[str]], bool]:
+    """Return what looks up where embedding-workers are, and whether that may change.
+
+    Raises:
+        ConfigError: If an address in the list cannot be read.
+    """
+    listed = _list_of(embedding_worker().name, addresses)
+    has_names = any(is_name(address) for address in listed.addresses)
+    return lambda: resolved(listed, _RESOLVE_S), has_names
 
 
 def connect_nn_workers(

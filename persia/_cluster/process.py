@@ -52,12 +52,14 @@ from persia._rpc.job import JobState
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
+from persia._server.read_only import ReadOnlyParameterServer
 from persia._server.service import ParameterServer
 from persia._server.state_file import open_state
 from persia._worker.service import EmbeddingWorker
 from persia.config import (
     EmbeddingSchema,
     GlobalConfig,
+    InferConfig,
     ParameterServerConfig,
     schema_fingerprint,
 )
@@ -98,6 +100,8 @@ def run_parameter_server(options: Options) -> int:
     address, index, size = process.address, options.replica_index, options.replica_size
     # Before signals become events: one that comes while rows are recovered ends this process at
     # once, as if it were killed, and the next one finds the state file.
+    if config.common_config.served_checkpoint:
+        return _run_read_only(process, options, schema, config)
     service = ParameterServer(
         schema,
         settings,
@@ -111,16 +115,39 @@ def run_parameter_server(options: Options) -> int:
     with process:
         process.listen(schema, config, lambda: service.readiness() or "", service)
         process.sources.append(of_server(service))
-        checkpoint = config.common_config.served_checkpoint
-        if checkpoint:
-            logger.info("listens at %s, loads %s", process.server.address, checkpoint)
-            service.load_checkpoint(checkpoint)
         logger.info("serves at %s", process.server.address)
         status = process.wait()
         # After an ordered end its rows are not recovered; after a failure they may be.
         process.stop()
         if service.state_file is not None:
             service.state_file.remove()
+        return status
+
+
+def _run_read_only(
+    process: ServerProcess, options: Options, schema: EmbeddingSchema, config: GlobalConfig
+) -> int:
+    """Serve rows for inference until the end; returns the exit status."""
+    infer = config.common_config.infer_config or InferConfig(
+        config.common_config.served_checkpoint
+    )
+    service = ReadOnlyParameterServer(
+        schema,
+        infer,
+        replica_index=options.replica_index,
+        replica_size=options.replica_size,
+        roots=_roots(config.embedding_parameter_server_config, process.address),
+    )
+    process.stack.callback(service.close)
+    with process:
+        process.listen(schema, config, lambda: service.readiness() or "", service)
+        process.sources.append(of_server(service))
+        source = infer.incremental_dir or infer.embedding_checkpoint
+        logger.info("listens at %s, loads %s", process.server.address, source)
+        service.start(process.has_ended)
+        logger.info("serves at %s", process.server.address)
+        status = process.wait()
+        process.stop()
         return status
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from persia._loader.sender import BatchSender
     from persia._rpc.client import Client
     from persia._rpc.server import Server
+    from persia._server.read_only import ReadOnlyParameterServer
     from persia._server.service import ParameterServer
     from persia._training.inflight import InFlightTracker
     from persia._training.receiver import BatchReceiver
@@ -115,7 +116,7 @@ def _calls_to(peer: str, clients: Sequence[Client]) -> Iterator[Sample]:
 # --- roles ------------------------------------------------------------------------------------
 
 
-def of_server(server: ParameterServer) -> MetricSource:
+def of_server(server: ParameterServer | ReadOnlyParameterServer) -> MetricSource:
     misses = _Ratio()
 
     def read() -> Iterable[Sample]:

@@ -47,7 +47,7 @@ from persia._rpc.messages import HyperParameters, LoadRequest, LoadStatus, Optim
 from persia._server.row_settings import ServerState, settings_from_json
 from persia._server.snapshot import Sketch, read_sketch
 from persia._server.state_file import StateRecovery
-from persia.errors import CheckpointError, ConfigError, DataError, PersiaError
+from persia.errors import CheckpointError, ConfigError, DataError, PersiaError, ServiceBusy
 from persia.logger import get_logger
 
 _logger = get_logger("persia.checkpoints")
@@ -152,6 +152,17 @@ class _Use:
                 manager._idle.notify_all()
 
 
+class _EvaluationUse(_Use):
+    """A context of evaluation, which is refused for as long as a load takes."""
+
+    def __enter__(self) -> None:
+        manager = self._manager
+        with manager._lock:
+            if manager._load is not None or manager._missing is not None:
+                manager._check_shown()
+            manager._num_uses += 1
+
+
 class LoadManager:
     """The loads of one server, one at a time, into what ``now`` returns; thread-safe.
 
@@ -161,6 +172,8 @@ class LoadManager:
         whole_rows: A context for what needs all rows: no load replaces them meanwhile. It
             raises a CheckpointError if one does, or has left some of them out.
         any_rows: The same for what does not need those that a load has left out.
+        shown_rows: The same for evaluation: ServiceBusy from commit to finish, as it can be
+            asked again.
     """
 
     def __init__(
@@ -173,6 +186,7 @@ class LoadManager:
     ) -> None:
         self.whole_rows = _Use(self, or_missing=False)
         self.any_rows = _Use(self, or_missing=True)
+        self.shown_rows = _EvaluationUse(self, or_missing=False)
         self._replica, self._num_replicas = replica, num_replicas
         self._num_threads, self._recovery, self._now = num_threads, recovery, now
         self._lock = threading.Lock()  # guards all below
@@ -216,6 +230,15 @@ class LoadManager:
                 f"{self._missing.url} was not finished on every server; load again, or "
                 "clear_embeddings()"
             )
+
+    def _check_shown(self) -> None:
+        load = self._load
+        if load is not None and load.status.state in _STATES["commit"]:
+            raise ServiceBusy(
+                f"parameter server {self._replica}: a load is replacing its rows; ask again, "
+                "or wait_for_load_embedding()"
+            )
+        self._check_whole(False)
 
     def clear_missing(self) -> None:
         """Note that all rows were cleared, so none is missing."""

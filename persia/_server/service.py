@@ -95,7 +95,8 @@ class ParameterServer:
 
     A request raises NotConfigured where it needs settings or an optimizer that have not come,
     a StoreError, DimMismatch or ConfigError where it cannot be served, and a CheckpointError
-    while a load replaces rows or has left some of them out.
+    while a load replaces rows or has left some of them out; evaluation a ServiceBusy while one
+    replaces rows.
 
     Args:
         schema: The embedding config.
@@ -212,7 +213,8 @@ class ParameterServer:
             with self._loads.whole_rows:
                 replies, num_misses = self._lookup_train(request)
         else:
-            replies, num_misses = self._lookup_eval(request)
+            with self._loads.shown_rows:
+                replies, num_misses = self._lookup_eval(request)
         with self._counts_lock:
             self._counts["lookups"] += 1
             self._counts["looked_up_ids"] += num_ids
@@ -362,6 +364,7 @@ class ParameterServer:
                 state.store.write(
                     signs, values, states, kind.optimizer, policy=kind.policy, dtype=kind.dtype
                 )
+        self._note_replaced()
         self._set_time.add(time.perf_counter() - begin)
 
     def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]:
@@ -392,6 +395,7 @@ class ParameterServer:
             with self._loads.any_rows:
                 state.store.clear()
                 self._loads.clear_missing()
+            self._note_replaced()
 
     # --- checkpoints ------------------------------------------------------------------------
 
@@ -401,7 +405,11 @@ class ParameterServer:
     def begin_cut(self, request: CutRequest) -> CutInfo:
         """Begin a snapshot of this moment; the caller holds updates back meanwhile."""
         with self._loads.whole_rows:
-            return self._snapshots.begin(request, self._state_to_save)
+            return self._snapshots.begin(request, self._state_to_save, self._log_position)
+
+    def _log_position(self) -> dict[str, Any]:
+        log = self._incremental
+        return {} if log is None else log.begin_wait(self._state_to_save)
 
     def write_cut(self, request: WriteRequest) -> None:
         """Write the parts of a snapshot, in a thread of its own."""
@@ -423,7 +431,15 @@ class ParameterServer:
             self._settings.complete(*settings_of(request))
         if request.step == "commit":
             self._clock.forget_recent()
-        return self._loads.load(request)
+        status = self._loads.load(request)
+        if request.step == "finish":
+            self._note_replaced()
+        return status
+
+    def _note_replaced(self) -> None:
+        """Have rows written that did not change by training, if those that do are."""
+        if self._incremental is not None:
+            self._incremental.note_replaced(self._state_to_save)
 
     def flush_changes(self) -> None:
         """Write the rows that have changed since they were written last, if that is asked for.

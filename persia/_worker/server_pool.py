@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from persia._rpc.client import PendingCall
+from persia._rpc.deadlines import Retry, caller_deadline
 from persia._rpc.messages import (
     HyperParameters,
     LookupReply,
@@ -30,13 +33,17 @@ from persia.config import (
     describe_differences,
     schema_fingerprint,
 )
-from persia.errors import ConfigError, ProtocolError
+from persia.errors import ConfigError, ProtocolError, ServiceBusy
 
 S = TypeVar("S")
 
 logger = logging.getLogger(__name__)
 
 _ROLE = "embedding-parameter-server"
+# Seconds until servers of an inference job have a version in common, or a request fails.
+_SETTLE_S = 10.0
+# Seconds for which their common version is asked for before a newer one is tried.
+_REMEMBER_S = 0.2
 _SETTINGS = ("configure", "register_optimizer")  # methods, in the order of their calls
 
 
@@ -51,7 +58,9 @@ class ServerSet:
         servers: Sequence[ParameterServer],
         schema: EmbeddingSchema,
         num_threads: int | None = None,
+        rows_version: str = "",
     ) -> None:
+        self._wanted = rows_version
         self.servers = _sort_servers(servers, schema)  # by replica number
         self._dims = tuple(table.dim for table in schema.tables)
         # Threads that ask servers of this process; remote ones need none to work at once.
@@ -65,6 +74,9 @@ class ServerSet:
         # Guards all below, and is not held while a server is asked.
         self._lock = threading.Lock()
         self._settings: dict[str, HyperParameters | OptimizerSettings] = {}  # by method
+        # Version, and until when to ask for it, while servers switch to another one. Replaced
+        # as a whole.
+        self._settled: tuple[str, float] | None = None
         self.num_restarts = 0  # how often a server was found to be another process
 
     def close(self) -> None:
@@ -121,7 +133,37 @@ class ServerSet:
                 remote_call.cancel()
 
     def lookup(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
-        """Ask each server for rows; raise what the first that failed raised."""
+        """Ask each server for rows; raise what the first that failed raised.
+
+        All are of one version: the one that is wanted, or whichever the servers have in common.
+        """
+        if self._wanted:
+            return self._lookup_wanted(requests)
+        if self._settled is not None:
+            requests = self._at_version(requests)
+        replies = self._checked(requests)
+        versions = {reply.version for reply in replies.values()}
+        # Rows of training servers, and of a log, have no version, and no moment in common.
+        if len(versions) <= 1 or "" in versions:
+            return replies
+        return self._settle(requests, replies)
+
+    def _lookup_wanted(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
+        replies = self._checked(
+            {n: replace(request, version=self._wanted) for n, request in requests.items()}
+        )
+        for number, reply in replies.items():
+            if reply.version != self._wanted:
+                raise ServiceBusy(
+                    f"{_ROLE} {number}: expected rows of checkpoint {self._wanted}, got those "
+                    f"of {reply.version or 'a change log'}",
+                    role=_ROLE,
+                    replica=number,
+                    method="lookup",
+                )
+        return replies
+
+    def _checked(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
         replies = self.ask("lookup", requests)
         for number, reply in replies.items():
             if isinstance(reply, Exception):
@@ -130,6 +172,45 @@ class ServerSet:
             if isinstance(self.servers[number], Remote):
                 self._check_reply(number, requests[number], reply)
         return replies
+
+    def _at_version(self, requests: Mapping[int, LookupRequest]) -> Mapping[int, LookupRequest]:
+        """Ask for the version that servers had in common, as long as it is remembered."""
+        settled = self._settled
+        if settled is None or time.monotonic() > settled[1]:
+            self._settled = None
+            return requests
+        return {n: replace(request, version=settled[0]) for n, request in requests.items()}
+
+    def _settle(
+        self, requests: Mapping[int, LookupRequest], replies: dict[int, LookupReply]
+    ) -> dict[int, LookupReply]:
+        """Ask again those whose rows are of another version, until all are of one.
+
+        Servers switch to a newer checkpoint one after the other, and keep the one before for a
+        while: all have the oldest of the versions then.
+        """
+        for _ in Retry(min(_SETTLE_S, caller_deadline.get() - time.monotonic()), first_s=0.0):
+            versions = {reply.version for reply in replies.values()}
+            if len(versions) == 1:
+                (version,) = versions
+                self._settled = version, time.monotonic() + _REMEMBER_S
+                return replies
+            for wanted in sorted(versions):
+                again = {
+                    number: replace(requests[number], version=wanted)
+                    for number, reply in replies.items()
+                    if reply.version != wanted
+                }
+                replies = replies | self._checked(again)
+                if all(reply.version == wanted for reply in replies.values()):
+                    break
+        found = ", ".join(f"{n}: {reply.version}" for n, reply in replies.items())
+        raise ServiceBusy(
+            f"rows of the parameter servers are of several checkpoints ({found}); ask again "
+            "when each has loaded the newest",
+            role=_ROLE,
+            method="lookup",
+        )
 
     def _check_reply(self, number: int, request: LookupRequest, reply: LookupReply) -> None:
         expected = []

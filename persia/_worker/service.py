@@ -249,9 +249,10 @@ class EmbeddingWorker:
         num_threads: int | None = None,
         num_pooling_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        rows_version: str = "",
     ) -> None:
         self._schema = schema
-        self._servers = ServerSet(servers, schema, num_threads)
+        self._servers = ServerSet(servers, schema, num_threads, rows_version)
         self._num_servers = len(servers)
         self._threads = ThreadPool(num_pooling_threads)
         self._owners = owners(len(servers))
@@ -272,6 +273,11 @@ class EmbeddingWorker:
         """Stop the worker's threads; it must not be called afterwards."""
         self._servers.close()
         self._threads.close()
+
+    @property
+    def schema(self) -> EmbeddingSchema:
+        """The embedding config."""
+        return self._schema
 
     @property
     def servers(self) -> tuple[ParameterServer, ...]:

@@ -14,12 +14,12 @@ import pytest
 from persia._files import catalog
 from persia._files.parts import take
 from persia._files.storage import LocalStorage
-from persia._rpc.messages import LoadRequest, LookupRequest, WriteRequest
+from persia._rpc.messages import LoadRequest, LookupRequest, PooledOutput, WriteRequest
 from persia._server import restore
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from persia.errors import CheckpointError, ConfigError, PersiaError
+from persia.errors import CheckpointError, ConfigError, PersiaError, ServiceBusy
 from tests.support.fixtures import Monkey
 from tests.support.saving import (
     Slow,
@@ -406,3 +406,35 @@ def test_a_store_that_was_replaced_takes_no_rows(dumped: Trained, tmp_path: Path
     until(partial(is_in, server, commit, "loaded"))
     server.load(replace(commit, step="finish"))
     assert server.get_embedding_size() == sum(worker.get_embedding_size())
+
+
+def test_evaluation_during_a_load_is_refused_and_never_zeros(
+    dumped: Trained, tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    worker, _ = dumped
+    request = features({"sum": [[1, 2]]}, 9, requires_grad=False)
+    (before,) = worker.lookup_direct(request).outputs
+    assert isinstance(before, PooledOutput)
+    refused = pytest.raises(ServiceBusy, match="a load is replacing its rows; ask again")
+    with held_load(worker, tmp_path, monkeypatch), refused:
+        worker.lookup_direct(request)
+    (after,) = worker.lookup_direct(request).outputs
+    assert isinstance(after, PooledOutput)
+    assert before.values.any()
+    assert (before.values == after.values).all()
+
+
+def test_evaluation_waits_for_the_servers_that_load_later(
+    dumped: Trained, tmp_path: Path
+) -> None:
+    """What one server has loaded and another one has not are not rows of one moment."""
+    worker, servers = dumped
+    request = features({"sum": [[x] for x in range(1, 50)]}, 9, requires_grad=False)
+    loads = [verified(server, tmp_path) for server in servers]
+    committed(servers[0], loads[0])
+    with pytest.raises(ServiceBusy):
+        worker.lookup_direct(request)
+    committed(servers[1], loads[1])
+    for server, load_request in zip(servers, loads, strict=True):
+        server.load(replace(load_request, step="finish"))
+    worker.lookup_direct(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +23,13 @@ from persia._rpc.messages import (
 )
 from persia._rpc.methods import parameter_server
 from persia._server.service import ParameterServer
+from persia._worker import server_pool
+from persia._worker.server_pool import ServerSet
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema
-from persia.errors import ConfigError, ProtocolError, ServiceUnavailable
+from persia.errors import ConfigError, ProtocolError, ServiceBusy, ServiceUnavailable
 from tests.rpc.support import PATIENCE_S, Wire
-from tests.support.fixtures import Log
+from tests.support.fixtures import Log, Monkey
 from tests.support.services import (
     ADAM,
     CONFIG,
@@ -248,3 +251,93 @@ def test_w15_settings_reach_every_server_before_the_call_returns() -> None:
         worker.configure(SETTINGS)
         worker.register_optimizer(ADAM)
         assert all(server.server.ready_for_serving() for server in servers)
+
+
+class Switching:
+    """A server for inference of given versions: the last one, and those before if asked for."""
+
+    def __init__(self, replica: int, *versions: str) -> None:
+        self.replica_index, self.replica_size = replica, NUM_SERVERS
+        self.schema_fingerprint = unset_servers()[0].schema_fingerprint
+        self.versions, self.asked = list(versions), list[str]()
+
+    def lookup(self, request: LookupRequest) -> LookupReply:
+        self.asked.append(request.version)
+        version = request.version if request.version in self.versions else self.versions[-1]
+        return LookupReply((), version)
+
+
+def ask_both(servers: list[Any]) -> dict[int, LookupReply]:
+    pool = ServerSet(servers, EmbeddingSchema.load(CONFIG))
+    request = LookupRequest(0, False, ())
+    try:
+        return pool.lookup(dict.fromkeys(range(NUM_SERVERS), request))
+    finally:
+        pool.close()
+
+
+def test_a_lookup_has_rows_of_one_version() -> None:
+    ahead, behind = Switching(0, "1", "2"), Switching(1, "1")
+    replies = ask_both([ahead, behind])
+    assert {reply.version for reply in replies.values()} == {"1"}
+    assert ahead.asked == ["", "1"]
+    assert behind.asked == [""]
+
+
+def test_servers_that_have_no_version_in_common_are_asked_again(monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(server_pool, "_SETTLE_S", 0.3)
+    with pytest.raises(ServiceBusy, match=r"of several checkpoints \(0: 2, 1: 1\)"):
+        ask_both([Switching(0, "2"), Switching(1, "1")])
+    late = Switching(1, "1")
+    ahead = Switching(0, "2")
+
+    def load(request: LookupRequest) -> LookupReply:
+        if len(late.asked) == 3:
+            late.versions.append("2")
+        return Switching.lookup(late, request)
+
+    monkeypatch.setattr(late, "lookup", load)
+    monkeypatch.setattr(server_pool, "_SETTLE_S", PATIENCE_S)
+    replies = ask_both([ahead, late])
+    assert {reply.version for reply in replies.values()} == {"2"}
+
+
+def test_the_common_version_is_remembered_for_a_while() -> None:
+    ahead, behind = Switching(0, "1", "2"), Switching(1, "1")
+    both: list[Any] = [ahead, behind]
+    pool = ServerSet(both, EmbeddingSchema.load(CONFIG))
+    requests = dict.fromkeys(range(NUM_SERVERS), LookupRequest(0, False, ()))
+    pool.lookup(requests)
+    pool._settled = "1", math.inf
+    pool.lookup(requests)
+    assert ahead.asked == ["", "1", "1"]
+    pool._settled = "1", 0.0
+    behind.versions.append("2")
+    replies = pool.lookup(requests)
+    assert {reply.version for reply in replies.values()} == {"2"}
+    pool.close()
+
+
+def test_only_the_version_that_is_wanted_is_taken() -> None:
+    ahead, behind = Switching(0, "1", "2"), Switching(1, "1")
+    both: list[Any] = [ahead, behind]
+    requests = dict.fromkeys(range(NUM_SERVERS), LookupRequest(0, False, ()))
+    schema = EmbeddingSchema.load(CONFIG)
+    for wanted in ("1", "2"):
+        pool = ServerSet(both, schema, rows_version=wanted)
+        if wanted == "1":
+            replies = pool.lookup(requests)
+            assert {reply.version for reply in replies.values()} == {"1"}
+        else:
+            with pytest.raises(
+                ServiceBusy, match=r"1: expected rows of checkpoint 2, got .* 1"
+            ):
+                pool.lookup(requests)
+        pool.close()
+    assert ahead.asked == behind.asked == ["1", "2"]
+
+
+def test_rows_of_a_log_have_no_version_to_agree_on() -> None:
+    servers: list[Any] = [Switching(0, "1"), Switching(1, "")]
+    replies = ask_both(servers)
+    assert [reply.version for reply in replies.values()] == ["1", ""]
