@@ -332,6 +332,8 @@ class PendingCall(Waiter):
         self._body, self._arrays = method.write_arguments(arguments)
         self._is_repeatable = method.is_repeatable(arguments)
         self.handles_restart = True  # on_restart runs if another process answers
+        # A lost connection and ServiceBusy are raised at once: another server will be asked.
+        self.fails_over = False
         # Of the current id; the client's lock guards these four.
         self.answer: Reply | Failure | ServiceError | None = None  # set once
         self.is_lost = False  # the connection broke or moved after the message was sent
@@ -398,6 +400,14 @@ class PendingCall(Waiter):
         if self.outgoing is not None:
             self.outgoing.cancel()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait at most that long; return whether ``result`` would not wait, or raise at once.
+
+        A connection that broke counts as the end, so ``fails_over`` has to be set.
+        """
+        self._wait_until(min(self._deadline, time.monotonic() + seconds))
+        return self.is_over() or self._left() <= 0.0
+
     def result(self) -> Any:
         """Wait for the result; may be called once, and raises as ``call``."""
         failed = True
@@ -429,6 +439,8 @@ class PendingCall(Waiter):
             error = error_from_body(answer.body, client.origin(method.name))
             if not isinstance(error, WrongReplica):
                 client._handle_restart(answer.incarnation)
+            if self.fails_over:
+                raise error
             if isinstance(error, ServiceBusy) and pause_s < self._left():
                 client._count("busy")
                 # Not time.sleep: closing the client ends the pause.
@@ -478,6 +490,8 @@ class PendingCall(Waiter):
             # A loss is reported as such even when no time is left.
             if outgoing is None or (not is_lost and self._left() <= 0.0):
                 return None
+            if is_lost and self.fails_over:
+                return ServiceUnavailable("the connection broke")
             if not is_lost:
                 client._log_waiting(self._method.name, outgoing.was_sent)
             # An unsent message is encoded again, with the time that is left.

@@ -28,7 +28,9 @@ from persia.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SERVER, CONTROL, DATA = "server", "control", "data"
+SERVER, CONTROL, DATA, SERVE = "server", "control", "data", "serve"
+
+KEY_NAMES = (SERVER, CONTROL, DATA, SERVE)  # of a job
 
 _PUBLIC, _SECRET = ".public", ".secret"
 _KEY_BYTES = 32
@@ -40,6 +42,11 @@ _ZAP_VERSION = b"1.0"
 _CURVE = b"CURVE"
 _JOIN_S = 2.0
 _OK, _REFUSED = (b"200", b"OK"), (b"400", b"unknown key")
+
+
+def is_for_serving(user: str) -> bool:
+    """Return whether a user's key may only look up: ``serve``, or ``serve-`` and a name."""
+    return user == SERVE or user.startswith(f"{SERVE}-")
 
 
 class Keys:
@@ -207,7 +214,7 @@ def _write(path: Path, key: bytes, mode: int, owner: int | None) -> None:
 
 
 def make_keys(
-    directory: Path, names: Sequence[str] = (SERVER, CONTROL, DATA), owner: int | None = None
+    directory: Path, names: Sequence[str] = KEY_NAMES, owner: int | None = None
 ) -> list[Path]:
     """Make a key pair for each name, and the directory; only its owner can read a secret key.
 

@@ -70,6 +70,7 @@ class LookupRequest:
     batch_id: int
     is_training: bool
     tables: tuple[TableSigns, ...]
+    version: str = ""  # of the rows wanted, if they are still there; "" is any
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,13 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True)
 class LookupReply:
+    """Rows, all of one version: the checkpoint that a server for inference has them from.
+
+    Replies of one set with other versions do not belong together. Servers that train have none.
+    """
+
     tables: tuple[TableRows, ...]
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)

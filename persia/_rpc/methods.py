@@ -39,6 +39,9 @@ class Method:
     result: Coder
     is_repeatable: Callable[[Sequence[Any]], bool]
     needs_control: bool = False  # of callers with keys, only the control key's may call it
+    # A call with these arguments changes nothing: callers with a key for serving may make it.
+    # None is no call.
+    reads_only: Callable[[Sequence[Any]], bool] | None = None
 
     def write_arguments(self, values: Sequence[Any]) -> tuple[list[Any], tuple[Array, ...]]:
         """Return body and arrays of a request; DataTypeError if they do not fit."""
@@ -90,7 +93,7 @@ def _never(arguments: Sequence[Any]) -> bool:
     return False
 
 
-HELLO = Method("hello", (), coder_of(Hello), _always)
+HELLO = Method("hello", (), coder_of(Hello), _always, reads_only=_always)
 CONFIGURE = "configure"
 
 # Methods that configure, save, load or end, as opposed to those for batches and rows. A method
@@ -100,6 +103,8 @@ _CONTROL = frozenset(
     "begin_cut write_cut cut_status end_cut load finish_job".split()
 )
 
+_NO_READS: Mapping[str, Callable[[Sequence[Any]], bool]] = {}
+
 
 def role_of(
     name: str,
@@ -108,11 +113,13 @@ def role_of(
     always: str,
     never: str = "",
     depends: Mapping[str, Callable[[Sequence[Any]], bool]] | None = None,
+    reads: Mapping[str, Callable[[Sequence[Any]], bool]] = _NO_READS,
 ) -> Role:
     """Return the table of a Protocol's methods, all annotated; ``hello`` has its properties.
 
     Calls of those named in ``always`` may be sent again when it is unknown if the first was
     executed, of those in ``never`` not; ``depends`` decides by the arguments for the others.
+    ``reads`` says likewise which calls change nothing, see ``Method``; others do.
     """
     repeatable = {
         **dict.fromkeys(always.split(), _always),
@@ -134,7 +141,11 @@ def role_of(
             (f"{method}.{argument}", coder_of(hint, f"{method}.{argument}"))
             for argument, hint in hints.items()
         )
-        methods[method] = Method(method, arguments, result, is_repeatable, method in _CONTROL)
+        methods[method] = Method(
+            *(method, arguments, result, is_repeatable),
+            needs_control=method in _CONTROL,
+            reads_only=reads.get(method),
+        )
     if repeatable:
         raise InternalError(f"{name}: has no methods {', '.join(repeatable)}")
     return Role(name, methods | COMMON)
@@ -152,6 +163,8 @@ _SHARED = (
 )
 # Late repetitions of these could undo what came after the first.
 _SHARED_NEVER = "set_embedding clear_embeddings"
+# The state of a server. Not job_status, for whose callers a server waits before it ends.
+_SHARED_READS = dict.fromkeys(("ready_for_serving", "get_embedding_size", "stats"), _always)
 
 
 @functools.cache
@@ -164,6 +177,8 @@ def parameter_server() -> Role:
         # updates are deduplicated by their id.
         always=_SHARED + "lookup update read_embedding",
         never=_SHARED_NEVER,
+        # Not read_embedding, which has the optimizer's state too.
+        reads={**_SHARED_READS, "lookup": lambda arguments: not arguments[0].is_training},
     )
 
 
@@ -181,6 +196,13 @@ def embedding_worker() -> Role:
         never=_SHARED_NEVER,
         # With gradients to follow, each call makes a ref that must be retired.
         depends={"lookup_direct": lambda arguments: not arguments[0].requires_grad},
+        reads={
+            **_SHARED_READS,
+            **dict.fromkeys(
+                ("server_stats", "feature_stats", "feature_order", "tables_at_rate"), _always
+            ),
+            "lookup_direct": lambda arguments: not arguments[0].requires_grad,
+        },
     )
 
 

@@ -20,13 +20,13 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from persia._metrics.timings import CallTimings
 from persia._rpc.codec import error_to_body
-from persia._rpc.curve import CONTROL
+from persia._rpc.curve import CONTROL, is_for_serving
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import Call, Failure, Reply, UnreadableFrame, decode, encode
 from persia._rpc.job import JobState
@@ -209,10 +209,8 @@ class Server:
             text = f"{self._role.name} has no method {message.method!r}"
             self._refuse("bad.method", peer, message, ProtocolError(text))
             return None
-        # Only peers with keys are checked: without keys every caller has full control.
-        if method.needs_control and isinstance(peer, Peer) and peer.user != CONTROL:
-            text = f"{method.name} needs the control key, the caller has {peer.user}'s"
-            self._refuse("bad.key", peer, message, NotAllowed(text, method=message.method))
+        if problem := _key_problem(peer, method):
+            self._refuse("bad.key", peer, message, NotAllowed(problem, method=message.method))
             return None
         if message.method in COMMON:
             # Not queued, so that the answer comes however many methods run.
@@ -322,6 +320,9 @@ class Server:
             if service is None:
                 raise ServiceBusy(f"the {self._role.name} waits: {self._ready()}")
             arguments = method.read_arguments(call.body, call.arrays)
+            if problem := _key_problem(queued.peer, method, arguments):
+                self._count_bad("bad.key", problem)
+                raise NotAllowed(problem, method=method.name)
             result = getattr(service, method.name)(*arguments)
             if method.name == CONFIGURE:
                 self.job.mark_configured()
@@ -354,6 +355,29 @@ class Server:
 
     def _send(self, peer: bytes, message: Reply | Failure) -> None:
         self._listener.send(peer, encode(message, self._limits))
+
+
+def _key_problem(peer: bytes, method: Method, arguments: Sequence[Any] | None = None) -> str:
+    """Say why a peer's key does not allow a call; "" if it does, as far as is known.
+
+    Without ``arguments`` they are not decoded yet, and the call must be checked again.
+    """
+    # Only peers with keys are checked: without keys every caller has full control.
+    if not isinstance(peer, Peer):
+        return ""
+    reads = method.reads_only
+    if is_for_serving(peer.user):
+        if reads is not None and (arguments is None or reads(arguments)):
+            return ""
+        what = method.name if reads is None else f"{method.name} for training"
+        needed = "the control key" if method.needs_control else "the control or a data key"
+        return (
+            f"{what} needs {needed}, the caller has {peer.user}'s, which may look up and ask "
+            "for the state only"
+        )
+    if method.needs_control and peer.user != CONTROL:
+        return f"{method.name} needs the control key, the caller has {peer.user}'s"
+    return ""
 
 
 def serve(

@@ -11,18 +11,22 @@ The pause is the left column. A failure on either side leaves no checkpoint, or 
 Loading verifies everything, on every server and here, before anything changes anywhere.
 
 The dense side's files are scripted models and state dicts; a model that is wrapped for data
-parallelism is stored without the wrapper's ``module.`` prefix, for any number of ranks.
+parallelism is stored without the wrapper's ``module.`` prefix, for any number of ranks, and a
+compiled one, or one with compiled modules, without ``_orig_mod.``: plain and compiled models
+have the same names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -71,14 +75,16 @@ MAX_DENSE_BYTES = 1 << 36
 TRAINER = "trainer.pt"
 # What a wrapper for data parallelism puts before the names of parameters.
 _PREFIX = "module."
+# What torch.compile() puts into the names of a module's parameters.
+_COMPILED = "_orig_mod"
 
 Dense = Mapping[str, bytes]
 T = TypeVar("T")
 
 
 def state_of(instance: Any) -> bytes:
-    """Return the state dict of a model, without its wrapper, or of an optimizer."""
-    return serialized(unwrap(instance).state_dict())
+    """Return the state dict of a model, under plain names, or of an optimizer."""
+    return serialized(_plain_state(instance))
 
 
 def serialized(state: Any, save: Callable[[Any, io.BytesIO], None] = torch.save) -> bytes:
@@ -89,13 +95,14 @@ def serialized(state: Any, save: Callable[[Any, io.BytesIO], None] = torch.save)
 
 
 def scripted(model: Any, option: str) -> Any:
-    """Return a model, without its wrapper, as TorchScript; it shares the weights."""
-    model = unwrap(model)
+    """Return a model, without its wrappers, as TorchScript; it shares the weights."""
+    model = _unwrap_all(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{option} needs a torch.nn.Module, got {type(model).__name__}")
     try:
-        return torch.jit.script(model)
-    except (RuntimeError, OSError) as exc:  # the latter where it has no source file
+        return torch.jit.script(_uncompiled(model, {}))
+    # ValueError for what it cannot annotate, OSError where there is no source file.
+    except (RuntimeError, OSError, ValueError) as exc:
         raise ConfigError(
             f"{option}: {type(model).__name__} cannot be scripted: {exc}"
         ) from exc
@@ -275,6 +282,10 @@ def _manifest(
     parts: list[Part] = []
     files = dict(files)
     extras: dict[str, Any] = {"servers": about["settings"]}
+    logs = [json.loads(info.about).get("change_log") for info in frozen.infos]
+    if all(logs):  # where the rows of this moment are in what servers write by themselves
+        packets = {str(server): log["packet"] for server, log in enumerate(logs)}
+        extras["change_log"] = {"url": logs[0]["url"], "packets": packets}
     if frozen.order is not None:
         extras["features"] = asdict(frozen.order)
     for status in statuses:
@@ -452,7 +463,7 @@ def save_dense(
         module = scripted(instance, "is_jit=True")
         write_atomic(path, lambda aside: module.save(str(aside)))
     else:
-        state = unwrap(instance).state_dict()
+        state = _plain_state(instance)
         write_atomic(path, lambda aside: torch.save(state, aside))
     return path
 
@@ -481,7 +492,7 @@ def _load(file: Any, place: str, map_location: Any) -> Any:
 
 def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
     """Return a state dict as the instance takes it, having changed nothing, or raise."""
-    instance = unwrap(instance)
+    instance = _unwrap_all(instance)
     is_module = isinstance(instance, torch.nn.Module)
     if not isinstance(state, dict) or (is_module and not all(type(x) is str for x in state)):
         raise CheckpointError(f"expected a state dict in {place}, got {type(state).__name__}")
@@ -489,8 +500,8 @@ def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
     if not is_module:
         _check_groups(instance, found, place)
         return found
-    found = _without_prefix(found, instance)
     own: dict[str, Any] = instance.state_dict()
+    found = _as_named_here(found, own)
     wrong = []
     for name in sorted(own.keys() | found.keys()):
         here, there = _shape(own, name), _shape(found, name)
@@ -529,7 +540,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
 
 def put_dense(instance: Any, state: dict[str, Any], place: str) -> None:
     """Load a state dict that ``check_fit`` returned."""
-    instance = unwrap(instance)
+    instance = _unwrap_all(instance)
     try:
         instance.load_state_dict(state)
     except Exception as exc:  # of whatever is in it
@@ -538,11 +549,84 @@ def put_dense(instance: Any, state: dict[str, Any], place: str) -> None:
         ) from exc
 
 
-def _without_prefix(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Take the wrapper's prefix off the names of a file that was saved with it."""
-    own = model.state_dict()
-    if not state or not all(name.startswith(_PREFIX) for name in state):
+# --- names of a dense model's state ----------------------------------------------------------
+
+
+def _compiled_module(instance: Any) -> Any:
+    """Return the module that ``torch.compile`` was given; None if the instance is no result."""
+    # By the name, as torch._dynamo takes long to import.
+    return getattr(instance, "_modules", {}).get(_COMPILED)
+
+
+def _unwrap_all(instance: Any) -> Any:
+    """Return the model inside data-parallel wrappers and ``torch.compile``, in any order."""
+    while True:
+        inner = unwrap(instance)
+        compiled = _compiled_module(inner)
+        if compiled is None:
+            return inner
+        instance = compiled
+
+
+def _uncompiled(module: torch.nn.Module, done: dict[int, torch.nn.Module]) -> torch.nn.Module:
+    """Return a module, or if any inside it is compiled a copy that shares the weights."""
+    compiled = _compiled_module(module)
+    if compiled is not None:
+        module = compiled
+    if id(module) not in done:
+        done[id(module)] = module  # also where a module contains itself
+        children = {
+            name: child if child is None else _uncompiled(child, done)
+            for name, child in module._modules.items()
+        }
+        if any(children[name] is not child for name, child in module._modules.items()):
+            plain = copy.copy(module)
+            plain._modules = children
+            done[id(module)] = plain
+    return done[id(module)]
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return a state dict with other names; versions of modules, if it has any, stay."""
+    renamed = OrderedDict((rename(name), value) for name, value in state.items())
+    if len(renamed) < len(state):
+        return state  # the names are the model's own
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        found = OrderedDict((rename(name), value) for name, value in versions.items())
+        renamed._metadata = found  # type: ignore[attr-defined]
+    return renamed
+
+
+def _plain_state(instance: Any) -> dict[str, Any]:
+    """Return the state dict of a model, under plain names, or of an optimizer."""
+    state: dict[str, Any] = _unwrap_all(instance).state_dict()
+    if isinstance(instance, torch.nn.Module) and any(_COMPILED in name for name in state):
+        return _renamed(state, _plain_name)
+    return state
+
+
+def _as_named_here(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's state under the names of ``own``, the state of the model here."""
+    names = {_plain_name(name): name for name in own}
+    if len(names) < len(own):
         return state
-    if all(name.startswith(_PREFIX) for name in own):
-        return state  # the model itself names its only child "module"
-    return {name[len(_PREFIX) :]: value for name, value in state.items()}
+    found = {_plain_name(name) for name in state}
+    # The wrapper's prefix, of a file that was saved with it; a model may itself name its only
+    # child "module".
+    num_cut = 0
+    if found and all(name.startswith(_PREFIX) for name in found):
+        is_own = bool(names) and all(name.startswith(_PREFIX) for name in names)
+        num_cut = 0 if is_own else len(_PREFIX)
+
+    def rename(name: str) -> str:
+        plain = _plain_name(name)[num_cut:]
+        return names.get(plain, plain)
+
+    if all(rename(name) == name for name in state):
+        return state
+    return _renamed(state, rename)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from persia.ctx.connection import Connection
 
 logger = logging.getLogger("persia.ctx")
+
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -87,6 +89,14 @@ class Checkpoints:
                 self.connection.recorder.note_mark("checkpoint")
         folders = self.connection.folders
         self.writer.finish(frozen, url, keep_last, blocking=blocking, job=folders)
+
+    def begin_cut(self, take: Callable[[], T]) -> tuple[checkpoint.Frozen, T]:
+        """Begin a cut between two steps, for ``writer.finish``; ``take`` runs in its pause."""
+        self.writer.wait()
+        self.reader.wait()  # as in ``dump``
+        with self.connection.at_step() as (step, _):
+            taken = take()
+            return self.writer.begin(step, dict), taken
 
     def load(
         self,

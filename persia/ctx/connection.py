@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from persia import env
-from persia._cluster.connect import connect_embedding_workers, listening_address
+from persia._cluster.connect import (
+    connect_embedding_workers,
+    listening_address,
+    serving_addresses,
+)
 from persia._rpc.deadlines import Retry
+from persia._rpc.serving_pool import SILENCE_S, ServingWorkers
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._training.feature_order import SharedOrder
@@ -100,6 +105,32 @@ class Connection:
             raise
         return cls(workers)
 
+    @classmethod
+    def to_serve(
+        cls,
+        addresses: Sequence[str] | None,
+        schema: EmbeddingSchema | None,
+        timeout_s: float | None,
+    ) -> Connection:
+        """Connect to those embedding-workers that answer; others are found when they do.
+
+        A lookup takes at most ``timeout_s`` seconds; None is ``PERSIA_RPC_TIMEOUT``.
+        """
+        look_up, has_names = serving_addresses(addresses)
+        transport = ZmqTransport(silence_s=SILENCE_S)
+        try:
+            workers = ServingWorkers(
+                transport,
+                look_up,
+                has_names=has_names,
+                timeout_s=timeout_s,
+                schema_fingerprint=None if schema is None else schema_fingerprint(schema),
+            )
+        except BaseException:
+            transport.close()
+            raise
+        return cls(workers)
+
     def warn_if_empty(self, trains: bool) -> None:
         """Warn, once, of lookups in a store without rows, where there should be some.
 
@@ -148,7 +179,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the sockets to the embedding-workers of a job."""
-        if isinstance(self.worker, EmbeddingWorkers):
+        if isinstance(self.worker, EmbeddingWorkers | ServingWorkers):
             self.worker.close()
 
     def wait_until_ready(self) -> None:

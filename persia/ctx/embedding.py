@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -20,25 +21,25 @@ from persia._training.batch import PersiaTrainingBatch
 from persia._training.feature_order import check_names
 from persia._training.queues import Closed, Finished
 from persia.config import EmbeddingSchema, load_configs
-from persia.ctx.base import BaseCtx, PreprocessMode, usable_device
+from persia.ctx.base import PreprocessMode, usable_device
 from persia.ctx.connection import Connection
+from persia.ctx.saving import SavingCtx
 from persia.ctx.session import Session
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
 from persia.errors import ConfigError, DataTypeError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from persia._metrics.registry import MetricSource
     from persia._metrics.top_view import Frame
     from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
+    from persia._serving.publish import Publisher
     from persia._training.batch import Jagged, NamedList
     from persia._training.forward import ForwardPipeline, PassOptions
     from persia._training.inflight import InFlightTracker
-    from persia._training.progress import Plain
     from persia._training.ranks import Ranks
     from persia.config import ConfigSource
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("persia.ctx")
 
 
-class EmbeddingCtx(BaseCtx):
+class EmbeddingCtx(SavingCtx):
     """Looks embeddings up for the batches of a model.
 
     In EVAL and INFERENCE mode a context that is entered inside another one reads the outer
@@ -126,6 +127,7 @@ class EmbeddingCtx(BaseCtx):
         )
         self._kept: list[PersiaTrainingBatch] = []  # strong references to those of ``keep``
         self._ranks: Ranks | None = None
+        self._publisher: Publisher | None = None  # of versions, while a TrainCtx is entered
         if embedding_worker is not None:
             self._use(Connection.of(embedding_worker))
         elif env.get_mode() == "embedded" and (self._trains or self._schema is not None):
@@ -183,7 +185,7 @@ class EmbeddingCtx(BaseCtx):
                 self._use(session.connection)
         elif self._addresses is not None or env.get_mode() == "services":
             schema = None if self._schema is None else EmbeddingSchema.load(self._schema)
-            self._use(Connection.to_job(self._addresses, schema), owns_connection=True)
+            self._use(_connect(self, schema), owns_connection=True)
         elif self._session is None:
             self._build()
 
@@ -357,160 +359,20 @@ class EmbeddingCtx(BaseCtx):
         """Look up a batch that ``PersiaBatch.to_bytes`` wrote."""
         return self.get_embedding_from_data(PersiaBatch.from_bytes(data), device_id)
 
-    # --- checkpoints ------------------------------------------------------------------------
-
-    def dump_checkpoint(
-        self,
-        dst_dir: str | os.PathLike[str],
-        dense_filename: str = "dense.pt",
-        jit_dense_filename: str = "jit_dense.pt",
-        blocking: bool = True,
-        with_jit_model: bool = False,
-        *,
-        keep_last: int = 1,
-    ) -> None:
-        """Write the embeddings and the model, all of one moment.
-
-        Every server writes its share itself, so the folder must be shared between machines,
-        or an object store.
-
-        Args:
-            dst_dir: Folder, or a URL that fsspec knows, such as ``s3://bucket/folder``.
-            dense_filename: Name of the model's state dict.
-            jit_dense_filename: Name of the scripted model.
-            blocking: Wait until the checkpoint is there. Otherwise
-                ``wait_for_dump_embedding`` waits, and raises what went wrong, as does leaving.
-            with_jit_model: Write the model as TorchScript too, for serving.
-            keep_last: How many checkpoints of this folder to keep.
-
-        Raises:
-            CheckpointError: If a file cannot be written, or there is nothing to write.
-            ServiceError: If a server is gone.
-        """
-        to_script = {jit_dense_filename: self.model} if with_jit_model else {}
-        self._dump(dst_dir, {dense_filename: self._own_model()}, to_script, blocking, keep_last)
-
-    def load_checkpoint(
-        self,
-        src_dir: str | os.PathLike[str],
-        map_location: Any = None,
-        dense_filename: str = "dense.pt",
-        blocking: bool = True,
-        *,
-        features: Iterable[str] | None = None,
-    ) -> None:
-        """Load embeddings and model, in place of those held, if all of it can be loaded.
-
-        The number of servers and the order of features may have changed since.
-
-        Args:
-            src_dir: Folder or URL; its latest checkpoint.
-            map_location: As of ``torch.load``.
-            dense_filename: Name of the model's state dict.
-            blocking: Wait until the rows are there; else ``wait_for_load_embedding`` does.
-            features: Load the rows of these only, and keep all others.
-
-        Raises:
-            CheckpointError: If there is none that fits, or a file is damaged.
-            ConfigError: In the middle of a pass over a ``DataLoader``.
-        """
-        dense = {dense_filename: self._own_model()}
-        self._load(src_dir, map_location, dense, blocking, features)
-
-    def dump_embedding(
-        self, dst_dir: str | os.PathLike[str], blocking: bool = True, *, keep_last: int = 1
-    ) -> None:
-        """Write the embeddings alone; otherwise as ``dump_checkpoint``."""
-        self._dump(dst_dir, {}, {}, blocking, keep_last)
-
-    def load_embedding(
-        self,
-        src_dir: str | os.PathLike[str],
-        blocking: bool = True,
-        *,
-        features: Iterable[str] | None = None,
-    ) -> None:
-        """Load the embeddings alone; otherwise as ``load_checkpoint``."""
-        self._load(src_dir, None, {}, blocking, features)
-
-    def wait_for_dump_embedding(self) -> None:
-        """Wait for a dump with ``blocking=False``; raise what it raised, once."""
-        self._connected().checkpoints.writer.wait()
-
-    def wait_for_load_embedding(self) -> None:
-        """Wait for a load with ``blocking=False``; raise what it raised, once."""
-        self._connected().checkpoints.reader.wait()
-
-    def _own_model(self) -> Any:
-        if self.model is None:
-            raise ConfigError(
-                f"{type(self).__name__}: a checkpoint has a model, and model= is None; "
-                "dump_embedding and load_embedding do without"
-            )
-        return self.model
-
-    def _dump(
-        self,
-        dst_dir: str | os.PathLike[str],
-        dense: Mapping[str, Any],
-        to_script: Mapping[str, Any],
-        blocking: bool,
-        keep_last: int,
-    ) -> None:
-        self._connected().checkpoints.dump(
-            dst_dir, dense, to_script, self._trainer_state, blocking, keep_last
-        )
-
-    def _trainer_state(self, others: list[Plain]) -> Plain | None:
-        """Return what a checkpoint keeps beside the model, to continue from it."""
-        return None
-
-    def _load(
-        self,
-        src_dir: str | os.PathLike[str],
-        map_location: Any,
-        dense: Mapping[str, Any],
-        blocking: bool,
-        features: Iterable[str] | None,
-    ) -> None:
-        session = self._connected()
-        session.check_between_passes()
-        trainer = session.checkpoints.load(
-            src_dir, map_location, dense, blocking, features, self._ranks
-        )
-        if trainer is not None:
-            self._resume(trainer)
-
-    def _resume(self, trainer: Plain) -> None:
-        """Continue where the checkpoint was made; TrainCtx does."""
-
-    def dump_torch_state_dict(
-        self,
-        torch_instance: Any,
-        dst_dir: str | os.PathLike[str],
-        file_name: str,
-        is_jit: bool = False,
-    ) -> None:
-        """Write the state dict of a model or optimizer, or with ``is_jit`` a scripted model.
-
-        The file appears whole or not at all; a CheckpointError if it cannot be written.
-        """
-        checkpoint.save_dense(torch_instance, dst_dir, file_name, is_jit)
-
-    def load_torch_state_dict(
-        self, torch_instance: Any, src_dir: str | os.PathLike[str], map_location: Any = None
-    ) -> None:
-        """Load a file, ``src_dir``, into a model or optimizer; CheckpointError if it cannot."""
-        checkpoint.load_dense(torch_instance, src_dir, map_location)
-
 
 class InferCtx(EmbeddingCtx):
     """Looks embeddings up for serving: no labels, no gradients, nothing configured.
+
+    With addresses it need not be entered: it connects when it is first used, by any
+    thread, until ``close``. One of them that answers is enough. A lookup goes to another one
+    if that which has it dies, and the dead one is avoided until it answers again.
 
     Args:
         embedding_worker_address_list: ``host:port`` of embedding-workers. Without any, those
             of the job, or in embedded mode the context it is entered in.
         model: As of ``EmbeddingCtx``, as are the others.
+        timeout_s: Seconds that a lookup may take over all embedding-workers; then it raises a
+            ``ServiceError``. None is ``PERSIA_RPC_TIMEOUT``.
     """
 
     __module__ = "persia.ctx"
@@ -527,6 +389,7 @@ class InferCtx(EmbeddingCtx):
         embedding_worker: EmbeddingWorker | None = None,
         features: Sequence[str] | None = None,
         allow_missing: Sequence[str] = (),
+        timeout_s: float | None = 10.0,
     ) -> None:
         super().__init__(
             PreprocessMode.INFERENCE,
@@ -546,10 +409,50 @@ class InferCtx(EmbeddingCtx):
             )
         if embedding_worker_address_list:
             self._addresses = list(embedding_worker_address_list)
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(
+                f"timeout_s: expected seconds above 0, or None, got {timeout_s!r}"
+            )
+        self._timeout_s = timeout_s
+        self._connecting = threading.Lock()
+        self._end: weakref.finalize[Any, InferCtx] | None = None  # of what it opened unentered
 
     def wait_for_serving(self) -> None:
-        """Wait, up to 300 s, until all servers are configured and answer."""
+        """Wait, up to 300 s, until all parameter servers are configured and answer."""
         self._wait_for_servers()
+
+    def close(self) -> None:
+        """End the connections; a later use makes new ones."""
+        with self._connecting:
+            session = self._session
+            if session is not None and session.owns_connection:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end.detach()
+        super()._disconnect()
+
+    def _connected(self) -> Session:
+        if self._session is not None or self._addresses is None:
+            return super()._connected()
+        # Threads of a server may all make their first request at once.
+        with self._connecting:
+            if self._session is None:
+                schema = None if self._schema is None else EmbeddingSchema.load(self._schema)
+                connection = _connect(self, schema)
+                self._use(connection, owns_connection=True)
+                # When it is dropped, or the process ends.
+                self._end = weakref.finalize(self, connection.close)
+        return super()._connected()
+
+
+def _connect(ctx: EmbeddingCtx, schema: EmbeddingSchema | None) -> Connection:
+    """Return a connection of its own to the embedding-workers of a job."""
+    if isinstance(ctx, InferCtx):
+        return Connection.to_serve(ctx._addresses, schema, ctx._timeout_s)
+    return Connection.to_job(ctx._addresses, schema)
 
 
 def eval_ctx(

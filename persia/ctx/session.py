@@ -13,6 +13,7 @@ from persia import env
 from persia._cluster import process_metrics
 from persia._metrics.definitions import TRAINER
 from persia._metrics.registry import MetricSource, Sample
+from persia._rpc.serving_pool import ServingWorkers
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._training.batch import DeviceTransfer
 from persia._training.feature_order import Arranger
@@ -216,7 +217,7 @@ class Session:
             receiver, server = stream.receiver, stream.server
             add(receiver, lambda: process_metrics.of_receiver(TRAINER, rank, receiver))
             add(server, lambda: process_metrics.of_rpc_server(TRAINER, rank, server))
-        if isinstance(worker, EmbeddingWorkers):
+        if isinstance(worker, EmbeddingWorkers | ServingWorkers):
             clients = worker.clients
             add(worker, lambda: process_metrics.of_clients(TRAINER, rank, worker, clients))
         else:

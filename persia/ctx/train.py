@@ -33,7 +33,7 @@ from persia._training.ranks import Ranks, StepBarrier, uneven_steps
 from persia.config import EmbeddingSchema
 from persia.ctx.base import PreprocessMode
 from persia.ctx.checkpoints import TrainerState
-from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.publishing import PublishingCtx
 from persia.ctx.session import new_scaler, torch_device
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding.optim import Optimizer
@@ -60,7 +60,7 @@ logger = logging.getLogger("persia.ctx")
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()  # models, by contexts of this process
 
 
-class TrainCtx(EmbeddingCtx):
+class TrainCtx(PublishingCtx):
     """Trains a model: the dense part here, the embeddings at the parameter servers.
 
     Args:
@@ -238,6 +238,7 @@ class TrainCtx(EmbeddingCtx):
             connection.barrier = _step_barrier(self, engine, session)
         if self.rank_id == 0 and (self._report is not None or self._tensorboard is not None):
             connection.recorder = _recorder(self, connection, tracker, engine)
+        stack.callback(self._end_publishing)
         connection.backward, connection.folders = engine, folders
 
     def _finish(self) -> None:
@@ -504,6 +505,8 @@ class TrainCtx(EmbeddingCtx):
         if self.rank_id:
             self._state.note_step()
         engine.end_step(number)
+        if self._publisher is not None:
+            self._publisher.note_step()
 
 
 def _new_client(rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -21,14 +22,15 @@ from zmq.utils import z85
 from persia._rpc import zmq_socket, zmq_transport
 from persia._rpc.client import Client
 from persia._rpc.curve import Keys, make_keys
-from persia._rpc.messages import TableSigns
-from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
+from persia._rpc.messages import LookupRequest, TableSigns
+from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
 from tests.rpc.support import PATIENCE_S, ToyService, Wire, raw_peer, tcp_of
 from tests.support.fixtures import Log, Monkey
+from tests.support.services import features, make_servers, make_worker
 from tests.support.waiting import until
 
 
@@ -36,7 +38,7 @@ from tests.support.waiting import until
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("keys")
     make_keys(directory)
-    make_keys(directory, ["loader-7"])
+    make_keys(directory, ["loader-7", "serve-7"])
     return directory
 
 
@@ -129,6 +131,66 @@ def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key()
         assert without == {*data.split(), "hello", "job_status"}
 
 
+def state_methods(role: str) -> str:
+    """What a key for serving may ask besides lookups."""
+    own = " feature_order feature_stats server_stats tables_at_rate"
+    return "hello get_embedding_size ready_for_serving stats" + own * (role != SERVER_ROLE)
+
+
+SERVER_ROLE = parameter_server().name
+
+
+@pytest.mark.parametrize("name", ["serve", "serve-7"])
+@pytest.mark.parametrize("role", [parameter_server(), embedding_worker(), nn_worker()])
+def test_a_key_for_serving_looks_up_and_every_other_method_is_refused(
+    keys: Path, tmp_path: Path, name: str, role: Role
+) -> None:
+    own = only(keys, tmp_path / "own", f"{name}.secret", "server.public")
+    # Refused before its arguments are read, so none are needed.
+    bare = {x: dataclasses.replace(one, arguments=()) for x, one in role.methods.items()}
+    allowed = {"hello"} if role is nn_worker() else set(state_methods(role.name).split())
+    may_look_up = {one for one in ("lookup", "lookup_direct") if one in role.methods}
+    if role is embedding_worker():
+        may_look_up.remove("lookup")  # of a batch that was registered
+    if role is nn_worker():
+        may_look_up.clear()
+    servers = make_servers()
+    services = {SERVER_ROLE: servers[0], embedding_worker().name: make_worker(servers)}
+    with (
+        contextlib.closing(Wire("", Path(), keys=keys)) as wire,
+        contextlib.closing(Wire("", Path(), keys=own)) as far,
+    ):
+        server = wire.serve(services.get(role.name), ANY_PORT, role=role, replica_index=0)
+        bare_client = far.client(server, role=Role(role.name, bare))
+        for method in sorted(role.methods.keys() - allowed - may_look_up):
+            with pytest.raises(NotAllowed, match=f"{method} needs the control .*{name}'s"):
+                bare_client.call(method)
+        refused = len(role.methods) - len(allowed | may_look_up)
+        assert server.stats()["bad.key"] == refused
+        assert server.job.status is None
+        ask = far.client(server, role=role)
+        for method in allowed:
+            ask.call(method, *[None] * len(role.methods[method].arguments))
+        if may_look_up:
+            check_lookups(ask)
+            assert server.stats()["bad.key"] == refused + 1
+        assert servers[0].get_embedding_size() == 0
+
+
+def check_lookups(client: Client) -> None:
+    if client.role == SERVER_ROLE:
+        tables = (TableSigns(0, np.arange(3, dtype=np.uint64)),)
+        (found,) = client.call("lookup", LookupRequest(0, False, tables)).tables
+        assert not found.rows.any()
+        with pytest.raises(NotAllowed, match="lookup for training needs"):
+            client.call("lookup", LookupRequest(0, True, tables))
+        return
+    asked = features({"sum": [[1]]}, requires_grad=False)
+    assert client.call("lookup_direct", asked).ref is None
+    with pytest.raises(NotAllowed, match="lookup_direct for training needs"):
+        client.call("lookup_direct", features({"sum": [[1]]}))
+
+
 # --- strangers ----------------------------------------------------------------------------
 
 
@@ -193,8 +255,8 @@ def test_keys_come_and_go_while_a_server_runs(tmp_path: Path, caplog: Log) -> No
         with connected(place, server) as known:
             assert known.call("add", 0) == 0
     lines = [text for text in caplog.messages if text.startswith("users that may connect")]
-    users = "control, data"
-    assert [text.partition(": ")[2] for text in lines[:2]] == [f"{users}, late", users]
+    with_late, without = "control, data, late, serve", "control, data, serve"
+    assert [text.partition(": ")[2] for text in lines[:2]] == [with_late, without]
     assert f"none: {place}/odd.public: expected a key" in lines[2]
 
 
@@ -303,7 +365,7 @@ def test_the_command_makes_keys_for_their_owner_only(tmp_path: Path) -> None:
     place = tmp_path / "new/keys"
     done = CliRunner().invoke(cli, ["keys", str(place)])
     assert done.exit_code == 0, done.output
-    names = ("server", "control", "data")
+    names = ("server", "control", "data", "serve")
     assert {path.name for path in place.iterdir()} == {
         f"{name}.{kind}" for name in names for kind in ("public", "secret")
     }
@@ -321,7 +383,7 @@ def test_the_command_makes_keys_for_their_owner_only(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in place.iterdir()} == before
     more = CliRunner().invoke(cli, ["keys", str(place), "--name", "loader-7"])
     assert more.exit_code == 0
-    assert set(Keys(place).users().values()) == {"control", "data", "loader-7"}
+    assert set(Keys(place).users().values()) == {"control", "data", "loader-7", "serve"}
     odd = CliRunner().invoke(cli, ["keys", str(place), "--name", "../x"])
     assert "expected a name of letters" in odd.output
 

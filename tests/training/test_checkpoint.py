@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import signal
@@ -84,7 +85,8 @@ class Scriptable(Net):  # TorchScript takes no starred lists
 
 def make_ctx(optimizer: Optimizer | None = None, **options: Any) -> TrainCtx:
     torch.manual_seed(0)
-    model = options.pop("model", None) or Dropping()
+    model = options.pop("model", None)
+    model = Dropping() if model is None else model
     config = EmbeddingConfig(
         emb_initialization=(-0.5, 0.5), admit_probability=0.7, seed=3, schema=SLOTS
     )
@@ -704,6 +706,95 @@ def test_w67_wrapper_leaves_no_prefix(ctx: TrainCtx, tmp_path: Path, group: None
     fourth = plain()
     ctx.load_torch_state_dict(fourth, tmp_path / "prefixed.pt")
     assert same(fourth, model)
+
+
+class Normed(torch.nn.Module):
+    """With a buffer, and a version of a module in its state."""
+
+    def __init__(self, *, compiles_part: bool = False) -> None:
+        super().__init__()
+        layer = torch.nn.Linear(2, 1)
+        self.layer = compiled(layer) if compiles_part else layer
+        self.norm = torch.nn.BatchNorm1d(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.norm(self.layer(x))
+        return output
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    made: Any = torch.compile(model, backend="eager")
+    assert isinstance(made, torch.nn.Module)
+    return made
+
+
+COMPILED: dict[str, Callable[[], torch.nn.Module]] = {
+    "plain": Normed,
+    "whole": lambda: compiled(Normed()),
+    "part": lambda: Normed(compiles_part=True),
+    "both": lambda: compiled(Normed(compiles_part=True)),
+    "around a wrapper": lambda: compiled(torch.nn.DataParallel(Normed())),
+    "in a wrapper": lambda: torch.nn.DataParallel(compiled(Normed())),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_compiled_model_has_plain_names_and_loads_both_ways(
+    ctx: TrainCtx, tmp_path: Path, how: str, is_old: bool
+) -> None:
+    model = COMPILED[how]()
+    if is_old:  # as files were written before
+        torch.save(model.state_dict(), tmp_path / "dense.pt")
+    else:
+        ctx.dump_torch_state_dict(model, tmp_path, "dense.pt")
+        state = torch.load(tmp_path / "dense.pt", weights_only=True)
+        assert list(state) == list(Normed().state_dict())
+        assert state._metadata.keys() == Normed().state_dict()._metadata.keys()  # type: ignore[attr-defined]
+        state = torch.load(io.BytesIO(checkpoint.state_of(model)), weights_only=True)
+        Normed().load_state_dict(state)
+    for make in COMPILED.values():
+        other = make()
+        assert not same(model, other)
+        ctx.load_torch_state_dict(other, tmp_path / "dense.pt")
+        assert same(model, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_compiled_model_is_scripted(ctx: TrainCtx, tmp_path: Path, how: str) -> None:
+    model = COMPILED[how]().eval()
+    names = list(model.state_dict())
+    ctx.dump_torch_state_dict(model, tmp_path, "jit.pt", is_jit=True)
+    scripted = torch.jit.load(str(tmp_path / "jit.pt"))  # type: ignore[no-untyped-call]
+    x = torch.randn(3, 2)
+    assert torch.equal(scripted(x), model(x))
+    assert list(model.state_dict()) == names  # it is as it was
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_cannot_be_scripted_is_one_error(ctx: TrainCtx, tmp_path: Path) -> None:
+    class Odd(torch.nn.Module):
+        function: Any
+
+        def forward(self, x: Callable[[], int]) -> int:
+            return x()
+
+    with pytest.raises(ConfigError, match="is_jit=True: Odd cannot be scripted"):
+        ctx.dump_torch_state_dict(compiled(Odd()), tmp_path, "jit.pt", is_jit=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_checkpoint_of_a_compiled_model_is_one_of_its_plain_model(tmp_path: Path) -> None:
+    with make_ctx(model=compiled(Scriptable())) as ctx:
+        train(ctx, [make_batch(0)])
+        ctx.dump_checkpoint(tmp_path, with_jit_model=True)
+        trained = ctx.model
+    state = checkpoint.Checkpoint(str(tmp_path)).state("dense.pt")
+    assert list(state) == list(Scriptable().state_dict())
+    with make_ctx(model=Scriptable()) as other:
+        other.load_checkpoint(tmp_path)
+        assert same(other.model, trained)
 
 
 def test_model_whose_only_child_is_named_module(ctx: TrainCtx, tmp_path: Path) -> None:

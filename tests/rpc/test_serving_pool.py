@@ -1,0 +1,289 @@
+"""Embedding-workers of serving: one of them is enough, and a dead one costs a request once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from persia._rpc import serving_pool
+from persia._rpc.messages import LookupResult
+from persia._rpc.methods import embedding_worker, parameter_server
+from persia._rpc.server import Server
+from persia._rpc.serving_pool import ServingWorkers
+from persia._rpc.zmq_transport import ZmqTransport
+from persia.config import EmbeddingSchema, schema_fingerprint
+from persia.errors import ConfigError, ServiceBusy, ServiceError, ServiceUnavailable
+from tests.rpc.proxies import TcpProxy
+from tests.rpc.support import PATIENCE_S, Wire
+from tests.support.fixtures import Log, Monkey
+from tests.support.services import SCHEMA, features, gradient, make_servers, make_worker
+from tests.support.waiting import until
+
+OWN = schema_fingerprint(SCHEMA)
+OTHER = schema_fingerprint(EmbeddingSchema.load({"slots_config": {"sum": {"dim": 3}}}))
+ASKED = features({"sum": [[1]]}, requires_grad=False)
+
+
+class Counted:
+    """An embedding-worker that counts its lookups, and may hold them."""
+
+    def __init__(self, servers: list[Any]) -> None:
+        self.own = make_worker(servers)
+        self.lookups = 0
+        self.held = threading.Event()  # a lookup waits
+        self.permit = threading.Event()
+        self.permit.set()
+
+    def lookup_direct(self, asked: Any) -> LookupResult:
+        self.lookups += 1
+        if not self.permit.is_set():
+            self.held.set()
+            assert self.permit.wait(PATIENCE_S)
+        return self.own.lookup_direct(asked)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+class Job:
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+        servers = make_servers()
+        self.workers = [Counted(servers) for _ in "ab"]
+        self.addresses = [wire.address() for _ in "ab"]
+        self.servers: dict[int, Server] = {}
+
+    def start(self, number: int, **options: Any) -> Server:
+        """Start a worker; its address stays."""
+        values = {"role": embedding_worker(), "replica_index": number, "replica_size": 2}
+        values["schema_fingerprint"] = OWN
+        service = options.pop("service", self.workers[number])
+        made = self.wire.serve(service, self.addresses[number], **{**values, **options})
+        self.servers[number] = made
+        return made
+
+    @contextlib.contextmanager
+    def pool(self, addresses: list[str] | None = None, **options: Any) -> Iterator[Any]:
+        where = self.addresses if addresses is None else addresses
+        pool = ServingWorkers(ZmqTransport(silence_s=1.0), lambda: where, **options)
+        with contextlib.closing(pool):
+            yield pool
+
+    def await_up(self, pool: ServingWorkers, count: int) -> None:
+        until(lambda: sum(one.is_up for one in pool._servers.values()) == count)
+
+
+@pytest.fixture
+def job(ipc_wire: Wire, monkeypatch: Monkey) -> Job:
+    monkeypatch.setattr(serving_pool, "HEALTH_S", 0.05)
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", str(PATIENCE_S))
+    return Job(ipc_wire)
+
+
+def test_one_worker_that_answers_is_enough_and_others_are_found(job: Job) -> None:
+    job.start(1)
+    with job.pool() as pool:
+        for _ in range(4):
+            assert pool.lookup_direct(ASKED).ref is None
+        assert pool.schema_fingerprint == job.servers[1].hello.schema_fingerprint
+        job.start(0)
+        job.await_up(pool, 2)
+        for _ in range(4):
+            pool.lookup_direct(ASKED)
+    assert [one.lookups for one in job.workers] == [2, 6]
+
+
+def test_without_any_worker_the_error_names_what_was_asked(
+    job: Job, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "0.2")
+    with pytest.raises(ServiceUnavailable, match="no embedding-worker answers") as raised:
+        ServingWorkers(job.wire.transport, lambda: job.addresses)
+    assert all(address in str(raised.value) for address in job.addresses)
+
+
+def test_a_worker_that_stops_is_avoided_and_found_again(job: Job, caplog: Log) -> None:
+    for number in (0, 1):
+        job.start(number)
+    with job.pool() as pool, caplog.at_level(logging.WARNING):
+        job.await_up(pool, 2)
+        job.servers[0].stop(0.0)
+        for _ in range(6):
+            pool.lookup_direct(ASKED)
+        before = job.workers[1].lookups
+        assert before >= 6
+        assert sum("it is avoided until it answers" in one for one in caplog.messages) == 1
+        job.start(0)
+        job.await_up(pool, 2)
+        for _ in range(4):
+            pool.lookup_direct(ASKED)
+        assert job.workers[0].lookups == 2
+    assert any("answers again" in one for one in caplog.messages)
+
+
+def test_the_connection_breaks_under_a_lookup(job: Job) -> None:
+    """By the event, before any time has passed."""
+    for number in (0, 1):
+        job.start(number)
+    proxy = TcpProxy(
+        job.wire.serve(
+            job.workers[0], "tcp://127.0.0.1:0", role=embedding_worker(), schema_fingerprint=OWN
+        ).address
+    )
+    with contextlib.closing(proxy), job.pool([proxy.address, job.addresses[1]]) as pool:
+        job.await_up(pool, 2)
+        job.workers[0].permit.clear()
+        done: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: done.extend(pool.lookup_direct(ASKED) for _ in "ab")
+        )
+        thread.start()
+        assert job.workers[0].held.wait(PATIENCE_S)
+        proxy.close()
+        thread.join(PATIENCE_S)
+        assert len(done) == 2
+        assert job.workers[1].lookups == 2
+        job.workers[0].permit.set()
+
+
+def test_a_host_that_drops_packets_costs_a_request_two_attempts_once(
+    job: Job, monkeypatch: Monkey
+) -> None:
+    """It neither answers nor ends its connection; its health is asked after one attempt."""
+    assert 2 * serving_pool.ATTEMPT_S <= 0.2
+    monkeypatch.setattr(serving_pool, "HEALTH_S", PATIENCE_S)  # only the request finds it
+    job.start(1)
+    far = job.wire.serve(
+        job.workers[0], "tcp://127.0.0.1:0", role=embedding_worker(), schema_fingerprint=OWN
+    )
+    proxy = TcpProxy(far.address)
+    with contextlib.closing(proxy), job.pool([proxy.address, job.addresses[1]]) as pool:
+        job.await_up(pool, 2)
+        waits: list[float] = []
+        proxy.hold()
+        health = pool._check
+
+        def check(server: Any, timeout_s: float) -> None:
+            waits.append(timeout_s)
+            health(server, timeout_s)
+
+        monkeypatch.setattr(pool, "_check", check)
+        for _ in range(6):
+            pool.lookup_direct(ASKED)
+        assert waits == [serving_pool.ATTEMPT_S]
+        assert (job.workers[0].lookups, job.workers[1].lookups) == (0, 6)
+        proxy.go()
+
+
+def test_a_worker_that_is_slow_is_waited_for(job: Job, monkeypatch: Monkey) -> None:
+    for number in (0, 1):
+        job.start(number)
+    with job.pool() as pool:
+        job.await_up(pool, 2)
+        slow = job.workers[0]
+        slow.permit.clear()
+        asked: list[float] = []
+        health = pool._check
+
+        def check(server: Any, timeout_s: float) -> None:
+            health(server, PATIENCE_S)  # however busy this machine is
+            asked.append(timeout_s)
+            if len(asked) == 3:
+                slow.permit.set()
+
+        monkeypatch.setattr(pool, "_check", check)
+        for _ in "ab":
+            pool.lookup_direct(ASKED)
+        assert asked[:3] == [serving_pool.ATTEMPT_S] * 3
+        assert [one.lookups for one in job.workers] == [1, 1]
+
+
+def test_a_worker_that_starts_leaves_requests_to_others(job: Job) -> None:
+    job.start(0, service=None)
+    job.start(1)
+    with job.pool() as pool:
+        job.await_up(pool, 2)
+        for _ in range(4):
+            pool.lookup_direct(ASKED)
+        assert job.workers[1].lookups == 4
+        job.servers[1].stop(0.0)
+        with pytest.raises(ServiceError):
+            pool.call("lookup_direct", ASKED, timeout_s=0.5)
+    with job.pool(job.addresses[:1], timeout_s=0.2) as pool, pytest.raises(ServiceBusy):
+        pool.lookup_direct(ASKED)
+
+
+def test_one_address_is_waited_for(job: Job) -> None:
+    job.start(0)
+    with job.pool(job.addresses[:1]) as pool:
+        pool.lookup_direct(ASKED)
+        job.servers[0].stop(0.0)
+        thread = threading.Thread(target=pool.lookup_direct, args=(ASKED,))
+        thread.start()
+        job.start(0)
+        thread.join(PATIENCE_S)
+        assert job.workers[0].lookups == 2
+
+
+def test_what_is_no_worker_of_this_job_is_not_asked(job: Job, caplog: Log) -> None:
+    job.start(0)
+    job.start(1, schema_fingerprint=OTHER)
+    with job.pool(schema_fingerprint=OWN) as pool:
+        until(lambda: "has another one" in caplog.text)
+        for _ in range(4):
+            pool.lookup_direct(ASKED)
+        assert job.workers[1].lookups == 0
+        # Replaced between two questions for its health: the answer of the other is not taken.
+        job.servers[0].stop(0.0)
+        job.start(0, schema_fingerprint=OTHER)
+        with pytest.raises(ServiceUnavailable):
+            pool.call("lookup_direct", ASKED, timeout_s=1.0)
+    server = job.wire.serve(make_servers()[0], role=parameter_server())
+    with pytest.raises(ConfigError, match=r"expected embedding-worker, found embedding-param"):
+        ServingWorkers(job.wire.transport, lambda: [server.address])
+
+
+def test_addresses_of_a_name_come_and_go(job: Job, monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(serving_pool, "_RESOLVE_S", 0.05)
+    for number in (0, 1):
+        job.start(number)
+    where = job.addresses[:1]
+    with job.pool(where, has_names=True) as pool:
+        pool.lookup_direct(ASKED)
+        where[:] = job.addresses[1:]
+        until(lambda: list(pool._servers) == where)
+        job.await_up(pool, 1)
+        pool.lookup_direct(ASKED)
+        where.clear()  # not known for a moment
+        pool.lookup_direct(ASKED)
+        assert [one.address for one in pool.clients] == job.addresses[1:]
+    assert [one.lookups for one in job.workers] == [1, 2]
+
+
+def test_other_methods_are_answered_by_any_and_batches_of_a_training_are_refused(
+    job: Job,
+) -> None:
+    for number in (0, 1):
+        job.start(number)
+    with job.pool() as pool:
+        assert pool.ready_for_serving()
+        assert pool.get_embedding_size() == [0]
+        assert [stats["rows"] for stats in pool.server_stats()] == [0]
+        assert pool.feature_order() is None
+        pool.clear_embeddings()
+        result = job.workers[0].own.lookup_direct(features({"sum": [[1]]}))
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: pool.lookup_direct(features({"sum": [[1]]})),
+            lambda: pool.register(ASKED),
+            lambda: pool.lookup(0, True),
+            lambda: pool.update(gradient(result)),
+            lambda: pool.release(0),
+        )
+        for call in calls:
+            with pytest.raises(ConfigError, match="expected a batch without gradients"):
+                call()
