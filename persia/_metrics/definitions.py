@@ -16,6 +16,7 @@ LOADER = "data-loader"
 WORKER = "embedding-worker"
 SERVER = "embedding-parameter-server"
 TRAINER = "nn-worker"
+SERVING = "serving"  # a server of models, which belongs to no training job
 EVERY = (LOADER, WORKER, SERVER, TRAINER)
 
 
@@ -216,6 +217,39 @@ counter persia_inbox_received{what}
     Batches from data-loaders: delivered, delivered_again, left_out (trained before),
     relocated and asked_again (their ids were lost), refused (beyond their credits), lost,
     unread.
+
+[serving]
+histogram persia_serving_request_seconds{model, version}
+    Seconds from a whole request to its whole answer.
+histogram persia_serving_stage_seconds{model, version, stage}
+    Seconds of a request in queue, decode, lookup (of rows), forward and encode.
+counter persia_serving_requests{model, version, outcome}
+    Requests by outcome: answered, failed.
+counter persia_serving_rows{model, version}
+    Samples scored.
+counter persia_serving_executions{model, version}
+    Calls of the model; fewer than requests where requests were joined.
+counter persia_serving_refused{reason}
+    Requests not scored: busy (the queue was full), deadline (the caller had stopped waiting).
+gauge persia_serving_in_flight
+    Requests that wait or are scored now.
+gauge persia_serving_version_ready{model, version}
+    1 of a version that answers, 0 of one that is loading, failed or unloaded.
+gauge persia_serving_not_loaded{model, reason}
+    Versions that should be loaded and are not, or not as they are on disk now, by why: an
+    error's class, timeout, other.
+gauge persia_serving_held_rows{model, version}
+    Rows in memory.
+gauge persia_serving_held_bytes{model, version}
+    Bytes of these rows.
+counter persia_serving_missing_ids{model, version, feature}
+    Distinct ids of requests that had no row.
+gauge persia_serving_row_age_seconds{model, version, server}
+    Seconds since the last change of rows that was applied was written, by training server.
+counter persia_serving_packets{model, version, what}
+    Packets of the change log: applied; gaps (one was missing) and resyncs (all read again).
+counter persia_serving_cache{model, version, what}
+    Rows asked of servers: hits (held here) and misses; flushes (all of them given up).
 """
 
 _ENTRY = re.compile(r"^(\w+) (\w+)(?:{(.*)})?\n((?:    .*\n)+)", re.MULTILINE)

@@ -21,14 +21,14 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple
 
 from persia import env
-from persia._metrics.definitions import LOADER, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import LOADER, SERVER, SERVING, TRAINER, WORKER
 from persia._metrics.registry import CONTENT_TYPE, Metrics, MetricSource, Sample
 from persia.errors import ConfigError
 from persia.version import __version__
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700}
+DEFAULT_PORTS = {LOADER: 9400, WORKER: 9500, SERVER: 9600, TRAINER: 9700, SERVING: 9800}
 
 # Seconds of a request; between two looks whether the port is to be closed; of a push, and of
 # the last one, as the process ends.

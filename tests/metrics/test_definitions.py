@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from persia._metrics.definitions import EVERY, LOADER, METRICS, SERVER, TRAINER, WORKER
+from persia._metrics.definitions import EVERY, LOADER, METRICS, SERVER, SERVING, TRAINER, WORKER
 from persia._metrics.endpoint import DEFAULT_PORTS
 
 PAGE = Path(__file__).parents[2] / "docs/metrics.md"
-SHORT = {LOADER: "loader", WORKER: "worker", SERVER: "server", TRAINER: "trainer"}
+SHORT = {
+    LOADER: "loader",
+    WORKER: "worker",
+    SERVER: "server",
+    TRAINER: "trainer",
+    SERVING: "serving",
+}
 
 
 def row(name: str) -> str:

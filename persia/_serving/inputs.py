@@ -1,0 +1,274 @@
+"""A request's arrays as a batch: ids of every form, dense tensors, a user for many candidates.
+
+    user                          integers [B] or [B, 1], one id a sample; [B, L], padded, where
+                                  ``user.pad`` is the id that stands for none
+    user.values, user.offsets     integers [N], [B + 1]: sample b has offsets[b]:offsets[b + 1]
+    user.weights                  f32 [N], beside these
+    (texts in place of integers)  the ids that readers make of them
+    dense                         [B, ...]
+    batch                         ``PersiaBatch.to_bytes()``, alone
+
+An input of one sample beside others of B is repeated for each of them; its rows are looked up
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._serving.bundle import ServedFeature, ServedTensor
+from persia.embedding.data import PersiaBatch, bits_of
+from persia.embedding.text_ids import hash_text
+from persia.errors import DataError, DataTypeError, did_you_mean
+
+Array = NDArray[Any]
+_SUFFIXES = ("", ".values", ".offsets", ".weights", ".pad")
+# The input that is a whole batch.
+BATCH = "batch"
+# Samples of one request: what one array of 4-byte numbers may count.
+MAX_SAMPLES = (1 << 31) - 2
+
+
+class InputDecoder:
+    """Reads the requests of one model; any thread may call it."""
+
+    def __init__(
+        self, features: Sequence[ServedFeature], dense: Sequence[ServedTensor]
+    ) -> None:
+        self._features = tuple(features)
+        self._dense = tuple((one, np.dtype(one.dtype)) for one in dense)
+        self._known = {one.name + suffix for one in features for suffix in _SUFFIXES}
+        self._known |= {one.name for one in dense}
+
+    def __call__(
+        self, inputs: Mapping[str, Array]
+    ) -> tuple[tuple[FeatureBatch, ...], list[Array], int]:
+        """Return id features and dense arrays, in the model's order, and the batch size.
+
+        Raises:
+            DataError: If an input is missing, unknown, or of another form; names it.
+        """
+        if BATCH in inputs and BATCH not in self._known:
+            return self._of_batch(inputs)
+        if not self._known.issuperset(inputs):
+            name = next(name for name in inputs if name not in self._known)
+            names = [one.name for one in self._features] + [one.name for one, _ in self._dense]
+            raise DataError(
+                f"input {name!r:.120}: expected one of {', '.join(names)}"
+                f"{did_you_mean(name, names)}"
+            )
+        features = [self._feature(one, inputs) for one in self._features]
+        dense = [self._tensor(one, dtype, inputs) for one, dtype in self._dense]
+        size = self._batch_size(features, dense)
+        return (
+            tuple(
+                _empty(one, size) if found is None else _repeated(found, size)
+                for one, found in zip(self._features, features, strict=True)
+            ),
+            [
+                array if len(array) == size else np.repeat(array, size, axis=0)
+                for array in dense
+            ],
+            size,
+        )
+
+    # --- ids ----------------------------------------------------------------------------------
+
+    def _feature(
+        self, feature: ServedFeature, inputs: Mapping[str, Array]
+    ) -> FeatureBatch | None:
+        name = feature.name
+        ids = inputs.get(name)
+        values = inputs.get(f"{name}.values")
+        if ids is not None and values is not None:
+            raise DataError(f"input {name!r}: expected it or {name}.values, got both")
+        if ids is not None:
+            return _plain(name, np.asarray(ids), inputs.get(f"{name}.pad"))
+        if values is not None:
+            return _ragged(name, np.asarray(values), inputs)
+        if feature.optional:
+            return None
+        raise DataError(
+            f"input {name!r}: expected it, or {name}.values with {name}.offsets, got "
+            f"{', '.join(inputs) or 'no inputs'}"
+        )
+
+    # --- dense --------------------------------------------------------------------------------
+
+    def _tensor(
+        self, spec: ServedTensor, dtype: np.dtype[Any], inputs: Mapping[str, Array]
+    ) -> Array:
+        given = inputs.get(spec.name)
+        if given is None:
+            raise DataError(f"input {spec.name!r}: expected it, got {', '.join(inputs)}")
+        array = np.asarray(given)
+        expected = spec.shape
+        if array.ndim == 1 and expected == (1,):
+            array = array[:, None]
+        shape = array.shape[1:]
+        fits = len(shape) == len(expected) and all(
+            want in (-1, got) for want, got in zip(expected, shape, strict=True)
+        )
+        if not fits or array.ndim == 0:
+            raise DataError(
+                f"input {spec.name!r}: expected the shape {[-1, *expected]}, got "
+                f"{list(array.shape)}"
+            )
+        if array.dtype != dtype:
+            if not np.can_cast(array.dtype, dtype, "same_kind"):
+                raise DataTypeError(f"input {spec.name!r}: expected {dtype}, got {array.dtype}")
+            array = array.astype(dtype)
+        # The model's tensor shares it: it must be its own, in order, and may be written.
+        return np.require(array, requirements=("C", "W"))
+
+    def _batch_size(self, features: Sequence[FeatureBatch | None], dense: list[Array]) -> int:
+        sizes = [(one.name, one.batch_size) for one in features if one is not None]
+        sizes += [
+            (one.name, len(array)) for (one, _), array in zip(self._dense, dense, strict=True)
+        ]
+        size, of = 1, ""
+        for name, its in sizes:
+            if its in (1, size):
+                of = of or name
+                continue
+            if size != 1 or its < 1:
+                raise DataError(
+                    f"input {name!r}: expected {max(size, 1)} samples"
+                    f"{f' as in {of!r}' if size != 1 else ' or more'}, got {its}"
+                )
+            size, of = its, name
+        return size
+
+    # --- a whole batch ------------------------------------------------------------------------
+
+    def _of_batch(
+        self, inputs: Mapping[str, Array]
+    ) -> tuple[tuple[FeatureBatch, ...], list[Array], int]:
+        if len(inputs) > 1:
+            raise DataError(
+                f"input 'batch': expected no other beside it, got {len(inputs) - 1}"
+            )
+        given = np.asarray(inputs[BATCH])
+        if given.dtype == np.uint8:
+            data = given.tobytes()
+        elif given.size == 1 and isinstance(given.reshape(-1)[0], bytes):
+            data = given.reshape(-1)[0]
+        else:
+            raise DataTypeError(
+                "input 'batch': expected the bytes of one PersiaBatch, got "
+                f"{given.dtype} {list(given.shape)}"
+            )
+        batch = PersiaBatch.from_bytes(data)
+        features = {one.name: one for one in batch.features}
+        known = {one.name for one in self._features}
+        for name in features:
+            if name not in known:
+                raise DataError(f"feature {name!r:.120}: expected one of {', '.join(known)}")
+        ids = []
+        for one in self._features:
+            if one.name not in features and not one.optional:
+                raise DataError(f"feature {one.name!r}: expected it in the batch")
+            ids.append(features.get(one.name) or _empty(one, batch.batch_size))
+        arrays = batch.non_id_type_features
+        if len(arrays) != len(self._dense):
+            raise DataError(
+                f"batch: expected {len(self._dense)} dense features, got {len(arrays)}"
+            )
+        by_name = {one.name: one.data for one in arrays}
+        named = all(one.name in by_name for one, _ in self._dense)
+        found = []
+        for (spec, dtype), array in zip(self._dense, arrays, strict=True):
+            given = by_name[spec.name] if named else array.data
+            found.append(self._tensor(spec, dtype, {spec.name: given}))
+        return tuple(ids), found, batch.batch_size
+
+
+def _ids(name: str, given: Array) -> NDArray[np.uint64]:
+    """Return integers, or texts by the rule that training has for them, as u64."""
+    kind = given.dtype.kind
+    if kind in "iu":
+        return bits_of(name, given)
+    if kind in "SUO":
+        texts = given.reshape(-1).tolist()
+        try:
+            found: NDArray[np.uint64] = hash_text(texts).reshape(given.shape)
+            return found
+        except DataError as exc:
+            raise type(exc)(f"input {name!r}: {exc}") from None
+    raise DataTypeError(f"input {name!r}: expected integers or texts, got {given.dtype}")
+
+
+def _plain(name: str, given: Array, pad: Array | None) -> FeatureBatch:
+    if given.ndim == 2 and (given.shape[1] != 1 or pad is not None):
+        return _padded(name, given, pad)
+    if given.ndim not in (1, 2):
+        raise DataError(
+            f"input {name!r}: expected the shape [-1], [-1, 1] or [-1, n], got "
+            f"{list(given.shape)}"
+        )
+    if pad is not None:
+        return _padded(name, given[:, None], pad)
+    return FeatureBatch.from_single(name, np.ascontiguousarray(_ids(name, given).reshape(-1)))
+
+
+def _padded(name: str, given: Array, pad: Array | None) -> FeatureBatch:
+    ids = _ids(name, given)
+    if pad is None:
+        edges = np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1]
+        return FeatureBatch.from_csr(name, np.ascontiguousarray(ids).reshape(-1), edges)
+    one = np.asarray(pad)
+    if one.size != 1:
+        raise DataError(f"input {name + '.pad'!r}: expected one id, got {one.size}")
+    # A text stands for none as it is, an integer as the bits that it has.
+    is_id = given != one.reshape(()) if given.dtype.kind in "SUO" else None
+    mask = ids != _ids(name, one.reshape(1))[0] if is_id is None else np.asarray(is_id, bool)
+    edges = np.zeros(len(ids) + 1, np.int64)
+    np.cumsum(np.count_nonzero(mask, axis=1), out=edges[1:])
+    return FeatureBatch.from_csr(name, np.ascontiguousarray(ids[mask]), edges)
+
+
+def _ragged(name: str, values: Array, inputs: Mapping[str, Array]) -> FeatureBatch:
+    offsets, weights = inputs.get(f"{name}.offsets"), inputs.get(f"{name}.weights")
+    if offsets is None:
+        raise DataError(f"input {name + '.offsets'!r}: expected it beside {name}.values")
+    edges = np.asarray(offsets)
+    if edges.dtype.kind not in "iu" or edges.ndim != 1 or values.ndim != 1:
+        raise DataError(
+            f"input {name!r}: expected values [-1] and offsets [-1] of integers, got "
+            f"{list(values.shape)} and {edges.dtype} {list(edges.shape)}"
+        )
+    factors = None
+    if weights is not None:
+        factors = np.asarray(weights)
+        if factors.dtype.kind != "f":
+            raise DataTypeError(
+                f"input {name + '.weights'!r}: expected float32, got {factors.dtype}"
+            )
+        factors = np.ascontiguousarray(factors, np.float32)
+    ids = np.ascontiguousarray(_ids(name, values))
+    return FeatureBatch.from_csr(name, ids, edges.astype(np.int64), factors)
+
+
+def _empty(feature: ServedFeature, size: int) -> FeatureBatch:
+    edges = np.zeros(size + 1, np.int64)
+    return FeatureBatch.from_csr(feature.name, np.empty(0, np.uint64), edges)
+
+
+def _repeated(batch: FeatureBatch, size: int) -> FeatureBatch:
+    """Return the one sample of a batch ``size`` times; its distinct ids stay as many."""
+    if batch.batch_size == size:
+        return batch
+    num_ids = batch.num_ids
+    inverse = np.tile(batch.inverse, size)
+    edges = None
+    if batch.offsets is not None:
+        if num_ids * size > MAX_SAMPLES:
+            raise DataError(f"input {batch.name!r}: expected fewer ids for {size} samples")
+        edges = np.arange(size + 1, dtype=np.uint32) * np.uint32(num_ids)
+    weights = None if batch.weights is None else np.tile(batch.weights, size)
+    return FeatureBatch(batch.name, batch.distinct, inverse, edges, weights)

@@ -1,0 +1,151 @@
+"""Messages of inference.proto, which this is generated of.
+
+They are in a pool of their own: a program may have another client's messages of these names.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+_DESCRIPTOR = (
+    "Cg9pbmZlcmVuY2UucHJvdG8SCWluZmVyZW5jZSITChFTZXJ2ZXJMaXZlUmVxdWVzdCIoChJTZXJ2ZXJMaXZlUm"
+    "VzcG9uc2USEgoEbGl2ZRgBIAEoCFIEbGl2ZSIUChJTZXJ2ZXJSZWFkeVJlcXVlc3QiKwoTU2VydmVyUmVhZHlS"
+    "ZXNwb25zZRIUCgVyZWFkeRgBIAEoCFIFcmVhZHkiQQoRTW9kZWxSZWFkeVJlcXVlc3QSEgoEbmFtZRgBIAEoCV"
+    "IEbmFtZRIYCgd2ZXJzaW9uGAIgASgJUgd2ZXJzaW9uIioKEk1vZGVsUmVhZHlSZXNwb25zZRIUCgVyZWFkeRgB"
+    "IAEoCFIFcmVhZHkiFwoVU2VydmVyTWV0YWRhdGFSZXF1ZXN0ImYKFlNlcnZlck1ldGFkYXRhUmVzcG9uc2USEg"
+    "oEbmFtZRgBIAEoCVIEbmFtZRIYCgd2ZXJzaW9uGAIgASgJUgd2ZXJzaW9uEh4KCmV4dGVuc2lvbnMYAyADKAlS"
+    "CmV4dGVuc2lvbnMiRAoUTW9kZWxNZXRhZGF0YVJlcXVlc3QSEgoEbmFtZRgBIAEoCVIEbmFtZRIYCgd2ZXJzaW"
+    "9uGAIgASgJUgd2ZXJzaW9uIuADChVNb2RlbE1ldGFkYXRhUmVzcG9uc2USEgoEbmFtZRgBIAEoCVIEbmFtZRIa"
+    "Cgh2ZXJzaW9ucxgCIAMoCVIIdmVyc2lvbnMSGgoIcGxhdGZvcm0YAyABKAlSCHBsYXRmb3JtEkcKBmlucHV0cx"
+    "gEIAMoCzIvLmluZmVyZW5jZS5Nb2RlbE1ldGFkYXRhUmVzcG9uc2UuVGVuc29yTWV0YWRhdGFSBmlucHV0cxJJ"
+    "CgdvdXRwdXRzGAUgAygLMi8uaW5mZXJlbmNlLk1vZGVsTWV0YWRhdGFSZXNwb25zZS5UZW5zb3JNZXRhZGF0YV"
+    "IHb3V0cHV0cxJQCgpwcm9wZXJ0aWVzGAYgAygLMjAuaW5mZXJlbmNlLk1vZGVsTWV0YWRhdGFSZXNwb25zZS5Q"
+    "cm9wZXJ0aWVzRW50cnlSCnByb3BlcnRpZXMaVgoOVGVuc29yTWV0YWRhdGESEgoEbmFtZRgBIAEoCVIEbmFtZR"
+    "IaCghkYXRhdHlwZRgCIAEoCVIIZGF0YXR5cGUSFAoFc2hhcGUYAyADKANSBXNoYXBlGj0KD1Byb3BlcnRpZXNF"
+    "bnRyeRIQCgNrZXkYASABKAlSA2tleRIUCgV2YWx1ZRgCIAEoCVIFdmFsdWU6AjgBItcBCg5JbmZlclBhcmFtZX"
+    "RlchIfCgpib29sX3BhcmFtGAEgASgISABSCWJvb2xQYXJhbRIhCgtpbnQ2NF9wYXJhbRgCIAEoA0gAUgppbnQ2"
+    "NFBhcmFtEiMKDHN0cmluZ19wYXJhbRgDIAEoCUgAUgtzdHJpbmdQYXJhbRIjCgxkb3VibGVfcGFyYW0YBCABKA"
+    "FIAFILZG91YmxlUGFyYW0SIwoMdWludDY0X3BhcmFtGAUgASgESABSC3VpbnQ2NFBhcmFtQhIKEHBhcmFtZXRl"
+    "cl9jaG9pY2UiwwIKE0luZmVyVGVuc29yQ29udGVudHMSIwoNYm9vbF9jb250ZW50cxgBIAMoCFIMYm9vbENvbn"
+    "RlbnRzEiEKDGludF9jb250ZW50cxgCIAMoBVILaW50Q29udGVudHMSJQoOaW50NjRfY29udGVudHMYAyADKANS"
+    "DWludDY0Q29udGVudHMSIwoNdWludF9jb250ZW50cxgEIAMoDVIMdWludENvbnRlbnRzEicKD3VpbnQ2NF9jb2"
+    "50ZW50cxgFIAMoBFIOdWludDY0Q29udGVudHMSIwoNZnAzMl9jb250ZW50cxgGIAMoAlIMZnAzMkNvbnRlbnRz"
+    "EiMKDWZwNjRfY29udGVudHMYByADKAFSDGZwNjRDb250ZW50cxIlCg5ieXRlc19jb250ZW50cxgIIAMoDFINYn"
+    "l0ZXNDb250ZW50cyKdCAoRTW9kZWxJbmZlclJlcXVlc3QSHQoKbW9kZWxfbmFtZRgBIAEoCVIJbW9kZWxOYW1l"
+    "EiMKDW1vZGVsX3ZlcnNpb24YAiABKAlSDG1vZGVsVmVyc2lvbhIOCgJpZBgDIAEoCVICaWQSTAoKcGFyYW1ldG"
+    "VycxgEIAMoCzIsLmluZmVyZW5jZS5Nb2RlbEluZmVyUmVxdWVzdC5QYXJhbWV0ZXJzRW50cnlSCnBhcmFtZXRl"
+    "cnMSRQoGaW5wdXRzGAUgAygLMi0uaW5mZXJlbmNlLk1vZGVsSW5mZXJSZXF1ZXN0LkluZmVySW5wdXRUZW5zb3"
+    "JSBmlucHV0cxJRCgdvdXRwdXRzGAYgAygLMjcuaW5mZXJlbmNlLk1vZGVsSW5mZXJSZXF1ZXN0LkluZmVyUmVx"
+    "dWVzdGVkT3V0cHV0VGVuc29yUgdvdXRwdXRzEiwKEnJhd19pbnB1dF9jb250ZW50cxgHIAMoDFIQcmF3SW5wdX"
+    "RDb250ZW50cxrNAgoQSW5mZXJJbnB1dFRlbnNvchISCgRuYW1lGAEgASgJUgRuYW1lEhoKCGRhdGF0eXBlGAIg"
+    "ASgJUghkYXRhdHlwZRIUCgVzaGFwZRgDIAMoA1IFc2hhcGUSXQoKcGFyYW1ldGVycxgEIAMoCzI9LmluZmVyZW"
+    "5jZS5Nb2RlbEluZmVyUmVxdWVzdC5JbmZlcklucHV0VGVuc29yLlBhcmFtZXRlcnNFbnRyeVIKcGFyYW1ldGVy"
+    "cxI6Cghjb250ZW50cxgFIAEoCzIeLmluZmVyZW5jZS5JbmZlclRlbnNvckNvbnRlbnRzUghjb250ZW50cxpYCg"
+    "9QYXJhbWV0ZXJzRW50cnkSEAoDa2V5GAEgASgJUgNrZXkSLwoFdmFsdWUYAiABKAsyGS5pbmZlcmVuY2UuSW5m"
+    "ZXJQYXJhbWV0ZXJSBXZhbHVlOgI4ARrzAQoaSW5mZXJSZXF1ZXN0ZWRPdXRwdXRUZW5zb3ISEgoEbmFtZRgBIA"
+    "EoCVIEbmFtZRJnCgpwYXJhbWV0ZXJzGAIgAygLMkcuaW5mZXJlbmNlLk1vZGVsSW5mZXJSZXF1ZXN0LkluZmVy"
+    "UmVxdWVzdGVkT3V0cHV0VGVuc29yLlBhcmFtZXRlcnNFbnRyeVIKcGFyYW1ldGVycxpYCg9QYXJhbWV0ZXJzRW"
+    "50cnkSEAoDa2V5GAEgASgJUgNrZXkSLwoFdmFsdWUYAiABKAsyGS5pbmZlcmVuY2UuSW5mZXJQYXJhbWV0ZXJS"
+    "BXZhbHVlOgI4ARpYCg9QYXJhbWV0ZXJzRW50cnkSEAoDa2V5GAEgASgJUgNrZXkSLwoFdmFsdWUYAiABKAsyGS"
+    "5pbmZlcmVuY2UuSW5mZXJQYXJhbWV0ZXJSBXZhbHVlOgI4ASLfBQoSTW9kZWxJbmZlclJlc3BvbnNlEh0KCm1v"
+    "ZGVsX25hbWUYASABKAlSCW1vZGVsTmFtZRIjCg1tb2RlbF92ZXJzaW9uGAIgASgJUgxtb2RlbFZlcnNpb24SDg"
+    "oCaWQYAyABKAlSAmlkEk0KCnBhcmFtZXRlcnMYBCADKAsyLS5pbmZlcmVuY2UuTW9kZWxJbmZlclJlc3BvbnNl"
+    "LlBhcmFtZXRlcnNFbnRyeVIKcGFyYW1ldGVycxJJCgdvdXRwdXRzGAUgAygLMi8uaW5mZXJlbmNlLk1vZGVsSW"
+    "5mZXJSZXNwb25zZS5JbmZlck91dHB1dFRlbnNvclIHb3V0cHV0cxIuChNyYXdfb3V0cHV0X2NvbnRlbnRzGAYg"
+    "AygMUhFyYXdPdXRwdXRDb250ZW50cxrQAgoRSW5mZXJPdXRwdXRUZW5zb3ISEgoEbmFtZRgBIAEoCVIEbmFtZR"
+    "IaCghkYXRhdHlwZRgCIAEoCVIIZGF0YXR5cGUSFAoFc2hhcGUYAyADKANSBXNoYXBlEl8KCnBhcmFtZXRlcnMY"
+    "BCADKAsyPy5pbmZlcmVuY2UuTW9kZWxJbmZlclJlc3BvbnNlLkluZmVyT3V0cHV0VGVuc29yLlBhcmFtZXRlcn"
+    "NFbnRyeVIKcGFyYW1ldGVycxI6Cghjb250ZW50cxgFIAEoCzIeLmluZmVyZW5jZS5JbmZlclRlbnNvckNvbnRl"
+    "bnRzUghjb250ZW50cxpYCg9QYXJhbWV0ZXJzRW50cnkSEAoDa2V5GAEgASgJUgNrZXkSLwoFdmFsdWUYAiABKA"
+    "syGS5pbmZlcmVuY2UuSW5mZXJQYXJhbWV0ZXJSBXZhbHVlOgI4ARpYCg9QYXJhbWV0ZXJzRW50cnkSEAoDa2V5"
+    "GAEgASgJUgNrZXkSLwoFdmFsdWUYAiABKAsyGS5pbmZlcmVuY2UuSW5mZXJQYXJhbWV0ZXJSBXZhbHVlOgI4AS"
+    "K6AQoYTW9kZWxSZXBvc2l0b3J5UGFyYW1ldGVyEh8KCmJvb2xfcGFyYW0YASABKAhIAFIJYm9vbFBhcmFtEiEK"
+    "C2ludDY0X3BhcmFtGAIgASgDSABSCmludDY0UGFyYW0SIwoMc3RyaW5nX3BhcmFtGAMgASgJSABSC3N0cmluZ1"
+    "BhcmFtEiEKC2J5dGVzX3BhcmFtGAQgASgMSABSCmJ5dGVzUGFyYW1CEgoQcGFyYW1ldGVyX2Nob2ljZSJXChZS"
+    "ZXBvc2l0b3J5SW5kZXhSZXF1ZXN0EicKD3JlcG9zaXRvcnlfbmFtZRgBIAEoCVIOcmVwb3NpdG9yeU5hbWUSFA"
+    "oFcmVhZHkYAiABKAhSBXJlYWR5IsoBChdSZXBvc2l0b3J5SW5kZXhSZXNwb25zZRJFCgZtb2RlbHMYASADKAsy"
+    "LS5pbmZlcmVuY2UuUmVwb3NpdG9yeUluZGV4UmVzcG9uc2UuTW9kZWxJbmRleFIGbW9kZWxzGmgKCk1vZGVsSW"
+    "5kZXgSEgoEbmFtZRgBIAEoCVIEbmFtZRIYCgd2ZXJzaW9uGAIgASgJUgd2ZXJzaW9uEhQKBXN0YXRlGAMgASgJ"
+    "UgVzdGF0ZRIWCgZyZWFzb24YBCABKAlSBnJlYXNvbiKfAgoaUmVwb3NpdG9yeU1vZGVsTG9hZFJlcXVlc3QSJw"
+    "oPcmVwb3NpdG9yeV9uYW1lGAEgASgJUg5yZXBvc2l0b3J5TmFtZRIdCgptb2RlbF9uYW1lGAIgASgJUgltb2Rl"
+    "bE5hbWUSVQoKcGFyYW1ldGVycxgDIAMoCzI1LmluZmVyZW5jZS5SZXBvc2l0b3J5TW9kZWxMb2FkUmVxdWVzdC"
+    "5QYXJhbWV0ZXJzRW50cnlSCnBhcmFtZXRlcnMaYgoPUGFyYW1ldGVyc0VudHJ5EhAKA2tleRgBIAEoCVIDa2V5"
+    "EjkKBXZhbHVlGAIgASgLMiMuaW5mZXJlbmNlLk1vZGVsUmVwb3NpdG9yeVBhcmFtZXRlclIFdmFsdWU6AjgBIh"
+    "0KG1JlcG9zaXRvcnlNb2RlbExvYWRSZXNwb25zZSKjAgocUmVwb3NpdG9yeU1vZGVsVW5sb2FkUmVxdWVzdBIn"
+    "Cg9yZXBvc2l0b3J5X25hbWUYASABKAlSDnJlcG9zaXRvcnlOYW1lEh0KCm1vZGVsX25hbWUYAiABKAlSCW1vZG"
+    "VsTmFtZRJXCgpwYXJhbWV0ZXJzGAMgAygLMjcuaW5mZXJlbmNlLlJlcG9zaXRvcnlNb2RlbFVubG9hZFJlcXVl"
+    "c3QuUGFyYW1ldGVyc0VudHJ5UgpwYXJhbWV0ZXJzGmIKD1BhcmFtZXRlcnNFbnRyeRIQCgNrZXkYASABKAlSA2"
+    "tleRI5CgV2YWx1ZRgCIAEoCzIjLmluZmVyZW5jZS5Nb2RlbFJlcG9zaXRvcnlQYXJhbWV0ZXJSBXZhbHVlOgI4"
+    "ASIfCh1SZXBvc2l0b3J5TW9kZWxVbmxvYWRSZXNwb25zZSI5ChFTdGF0aXN0aWNEdXJhdGlvbhIUCgVjb3VudB"
+    "gBIAEoBFIFY291bnQSDgoCbnMYAiABKARSAm5zIvoCCg9JbmZlclN0YXRpc3RpY3MSNgoHc3VjY2VzcxgBIAEo"
+    "CzIcLmluZmVyZW5jZS5TdGF0aXN0aWNEdXJhdGlvblIHc3VjY2VzcxIwCgRmYWlsGAIgASgLMhwuaW5mZXJlbm"
+    "NlLlN0YXRpc3RpY0R1cmF0aW9uUgRmYWlsEjIKBXF1ZXVlGAMgASgLMhwuaW5mZXJlbmNlLlN0YXRpc3RpY0R1"
+    "cmF0aW9uUgVxdWV1ZRJBCg1jb21wdXRlX2lucHV0GAQgASgLMhwuaW5mZXJlbmNlLlN0YXRpc3RpY0R1cmF0aW"
+    "9uUgxjb21wdXRlSW5wdXQSQQoNY29tcHV0ZV9pbmZlchgFIAEoCzIcLmluZmVyZW5jZS5TdGF0aXN0aWNEdXJh"
+    "dGlvblIMY29tcHV0ZUluZmVyEkMKDmNvbXB1dGVfb3V0cHV0GAYgASgLMhwuaW5mZXJlbmNlLlN0YXRpc3RpY0"
+    "R1cmF0aW9uUg1jb21wdXRlT3V0cHV0IoACChRJbmZlckJhdGNoU3RhdGlzdGljcxIdCgpiYXRjaF9zaXplGAEg"
+    "ASgEUgliYXRjaFNpemUSQQoNY29tcHV0ZV9pbnB1dBgCIAEoCzIcLmluZmVyZW5jZS5TdGF0aXN0aWNEdXJhdG"
+    "lvblIMY29tcHV0ZUlucHV0EkEKDWNvbXB1dGVfaW5mZXIYAyABKAsyHC5pbmZlcmVuY2UuU3RhdGlzdGljRHVy"
+    "YXRpb25SDGNvbXB1dGVJbmZlchJDCg5jb21wdXRlX291dHB1dBgEIAEoCzIcLmluZmVyZW5jZS5TdGF0aXN0aW"
+    "NEdXJhdGlvblINY29tcHV0ZU91dHB1dCK/AgoPTW9kZWxTdGF0aXN0aWNzEhIKBG5hbWUYASABKAlSBG5hbWUS"
+    "GAoHdmVyc2lvbhgCIAEoCVIHdmVyc2lvbhIlCg5sYXN0X2luZmVyZW5jZRgDIAEoBFINbGFzdEluZmVyZW5jZR"
+    "InCg9pbmZlcmVuY2VfY291bnQYBCABKARSDmluZmVyZW5jZUNvdW50EicKD2V4ZWN1dGlvbl9jb3VudBgFIAEo"
+    "BFIOZXhlY3V0aW9uQ291bnQSQwoPaW5mZXJlbmNlX3N0YXRzGAYgASgLMhouaW5mZXJlbmNlLkluZmVyU3RhdG"
+    "lzdGljc1IOaW5mZXJlbmNlU3RhdHMSQAoLYmF0Y2hfc3RhdHMYByADKAsyHy5pbmZlcmVuY2UuSW5mZXJCYXRj"
+    "aFN0YXRpc3RpY3NSCmJhdGNoU3RhdHMiRgoWTW9kZWxTdGF0aXN0aWNzUmVxdWVzdBISCgRuYW1lGAEgASgJUg"
+    "RuYW1lEhgKB3ZlcnNpb24YAiABKAlSB3ZlcnNpb24iVgoXTW9kZWxTdGF0aXN0aWNzUmVzcG9uc2USOwoLbW9k"
+    "ZWxfc3RhdHMYASADKAsyGi5pbmZlcmVuY2UuTW9kZWxTdGF0aXN0aWNzUgptb2RlbFN0YXRzMvYGChRHUlBDSW"
+    "5mZXJlbmNlU2VydmljZRJJCgpTZXJ2ZXJMaXZlEhwuaW5mZXJlbmNlLlNlcnZlckxpdmVSZXF1ZXN0Gh0uaW5m"
+    "ZXJlbmNlLlNlcnZlckxpdmVSZXNwb25zZRJMCgtTZXJ2ZXJSZWFkeRIdLmluZmVyZW5jZS5TZXJ2ZXJSZWFkeV"
+    "JlcXVlc3QaHi5pbmZlcmVuY2UuU2VydmVyUmVhZHlSZXNwb25zZRJJCgpNb2RlbFJlYWR5EhwuaW5mZXJlbmNl"
+    "Lk1vZGVsUmVhZHlSZXF1ZXN0Gh0uaW5mZXJlbmNlLk1vZGVsUmVhZHlSZXNwb25zZRJVCg5TZXJ2ZXJNZXRhZG"
+    "F0YRIgLmluZmVyZW5jZS5TZXJ2ZXJNZXRhZGF0YVJlcXVlc3QaIS5pbmZlcmVuY2UuU2VydmVyTWV0YWRhdGFS"
+    "ZXNwb25zZRJSCg1Nb2RlbE1ldGFkYXRhEh8uaW5mZXJlbmNlLk1vZGVsTWV0YWRhdGFSZXF1ZXN0GiAuaW5mZX"
+    "JlbmNlLk1vZGVsTWV0YWRhdGFSZXNwb25zZRJJCgpNb2RlbEluZmVyEhwuaW5mZXJlbmNlLk1vZGVsSW5mZXJS"
+    "ZXF1ZXN0Gh0uaW5mZXJlbmNlLk1vZGVsSW5mZXJSZXNwb25zZRJYCg9Nb2RlbFN0YXRpc3RpY3MSIS5pbmZlcm"
+    "VuY2UuTW9kZWxTdGF0aXN0aWNzUmVxdWVzdBoiLmluZmVyZW5jZS5Nb2RlbFN0YXRpc3RpY3NSZXNwb25zZRJY"
+    "Cg9SZXBvc2l0b3J5SW5kZXgSIS5pbmZlcmVuY2UuUmVwb3NpdG9yeUluZGV4UmVxdWVzdBoiLmluZmVyZW5jZS"
+    "5SZXBvc2l0b3J5SW5kZXhSZXNwb25zZRJkChNSZXBvc2l0b3J5TW9kZWxMb2FkEiUuaW5mZXJlbmNlLlJlcG9z"
+    "aXRvcnlNb2RlbExvYWRSZXF1ZXN0GiYuaW5mZXJlbmNlLlJlcG9zaXRvcnlNb2RlbExvYWRSZXNwb25zZRJqCh"
+    "VSZXBvc2l0b3J5TW9kZWxVbmxvYWQSJy5pbmZlcmVuY2UuUmVwb3NpdG9yeU1vZGVsVW5sb2FkUmVxdWVzdBoo"
+    "LmluZmVyZW5jZS5SZXBvc2l0b3J5TW9kZWxVbmxvYWRSZXNwb25zZWIGcHJvdG8z"
+)
+_pool = DescriptorPool()
+_pool.AddSerializedFile(base64.b64decode(_DESCRIPTOR))
+
+
+def _message(name: str) -> Any:
+    return GetMessageClass(_pool.FindMessageTypeByName(f"inference.{name}"))
+
+
+InferBatchStatistics = _message("InferBatchStatistics")
+InferParameter = _message("InferParameter")
+InferStatistics = _message("InferStatistics")
+InferTensorContents = _message("InferTensorContents")
+ModelInferRequest = _message("ModelInferRequest")
+ModelInferResponse = _message("ModelInferResponse")
+ModelMetadataRequest = _message("ModelMetadataRequest")
+ModelMetadataResponse = _message("ModelMetadataResponse")
+ModelReadyRequest = _message("ModelReadyRequest")
+ModelReadyResponse = _message("ModelReadyResponse")
+ModelRepositoryParameter = _message("ModelRepositoryParameter")
+ModelStatistics = _message("ModelStatistics")
+ModelStatisticsRequest = _message("ModelStatisticsRequest")
+ModelStatisticsResponse = _message("ModelStatisticsResponse")
+RepositoryIndexRequest = _message("RepositoryIndexRequest")
+RepositoryIndexResponse = _message("RepositoryIndexResponse")
+RepositoryModelLoadRequest = _message("RepositoryModelLoadRequest")
+RepositoryModelLoadResponse = _message("RepositoryModelLoadResponse")
+RepositoryModelUnloadRequest = _message("RepositoryModelUnloadRequest")
+RepositoryModelUnloadResponse = _message("RepositoryModelUnloadResponse")
+ServerLiveRequest = _message("ServerLiveRequest")
+ServerLiveResponse = _message("ServerLiveResponse")
+ServerMetadataRequest = _message("ServerMetadataRequest")
+ServerMetadataResponse = _message("ServerMetadataResponse")
+ServerReadyRequest = _message("ServerReadyRequest")
+ServerReadyResponse = _message("ServerReadyResponse")
+StatisticDuration = _message("StatisticDuration")

@@ -1,0 +1,207 @@
+"""A version of a model in memory: a request's arrays in, scores out, no server around it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from persia._serving.bundle import DENSE, Bundle, ServedModel, ServedTensor
+from persia._serving.inputs import BATCH, InputDecoder
+from persia._serving.lookup import RowLookup
+from persia._serving.program import Layout, load_program
+from persia._serving.remote_rows import RowServers
+from persia._serving.servable import Inputs, Outputs
+from persia._training.batch import DeviceTransfer, NamedList, PersiaTrainingBatch
+from persia.errors import CheckpointError, DataError
+
+# What the Open Inference Protocol calls numpy's dtypes.
+DATATYPES = {
+    "bool": "BOOL",
+    **{
+        f"{sign}int{bits}": f"{sign.upper()}INT{bits}"
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+}
+
+
+class Predictor:
+    """Scores requests with one version of a model; any number of threads may call it.
+
+    Args:
+        bundle: A ``Bundle``, or its folder.
+        num_threads: Of torch, in one call; None leaves torch as it is.
+        row_dtype: How rows are held: float32, float16, bfloat16 or int8.
+        follow_interval_s: Seconds between two looks into the change log of the rows, if the
+            version was published with one.
+        row_servers: Servers to take rows from, if they are not to be held here; ``row_dtype``
+            and ``follow_interval_s`` are theirs then.
+
+    Raises:
+        CheckpointError: If the bundle or its rows are damaged, or cannot be read.
+        ServiceError: If the servers cannot be asked, or have rows of another checkpoint.
+
+    Example:
+        >>> predictor = Predictor("models/clicks/3")  # doctest: +SKIP
+        >>> predictor({"user": np.array([7]), "item": np.arange(100)})["output"].shape
+        (100, 1)
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | Path | str,
+        *,
+        num_threads: int | None = 1,
+        row_dtype: str = "float32",
+        follow_interval_s: float = 1.0,
+        row_servers: RowServers | None = None,
+    ) -> None:
+        self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+        model = self.model = self.bundle.model
+        self.bundle.verify()
+        name = DENSE[model.format]
+        place = str(self.bundle.folder / name)
+        self._program = load_program(self.bundle.read(name), model.format, place)
+        schema = self.bundle.schema()
+        for feature in model.features:
+            slot = schema.slots.get(feature.name)
+            if slot is None or slot.dim != feature.dim:
+                raise CheckpointError(
+                    f"{self.bundle.folder}: feature {feature.name!r}: expected a slot of dim "
+                    f"{feature.dim} in its embedding config"
+                )
+        dense_names = [one.name for one in model.dense] if model.has_dense_names else []
+        self._layout = Layout(
+            len(model.dense),
+            tuple(dense_names),
+            tuple(one.name for one in model.features),
+            tuple(one.kind for one in model.features),
+        )
+        self._decode = InputDecoder(model.features, model.dense)
+        self._names = [one.name for one in model.outputs]
+        self._transfer = DeviceTransfer(torch.device("cpu"))
+        self._num_threads = num_threads
+        self._local = threading.local()
+        self._lookup: RowLookup | None = RowLookup(
+            schema,
+            model.features,
+            self.bundle.rows_url,
+            model.rows,
+            dtype=row_dtype,
+            follow_interval_s=follow_interval_s,
+            servers=row_servers,
+        )
+
+    @property
+    def version(self) -> int:
+        """Its number in the repository."""
+        return self.model.version
+
+    @property
+    def is_batch_independent(self) -> bool:
+        """Whether a sample's outputs depend on that sample only."""
+        return self.model.is_batch_independent
+
+    @property
+    def lookup_ns(self) -> int:
+        """Nanoseconds that the last call of this thread looked rows up."""
+        found: int = getattr(self._local, "lookup_ns", 0)
+        return found
+
+    def __call__(self, inputs: Inputs) -> Outputs:
+        """Return the outputs by name, each [B, ...].
+
+        Args:
+            inputs: Arrays by name: of each id feature ``name`` [B], [B, 1] or padded [B, L]
+                (with ``name.pad``), or ``name.values``, ``name.offsets`` and perhaps
+                ``name.weights``; integers or texts. Of each dense input [B, ...]. What has
+                one sample beside others of B is the same for all of them. Or ``batch``, the
+                bytes of a PersiaBatch, alone.
+
+        Raises:
+            DataError: If the inputs are not what ``metadata`` says; names the input.
+        """
+        lookup = self._lookup
+        if lookup is None:
+            raise DataError(f"model {self.model.name} {self.version} is closed")
+        features, dense, size = self._decode(inputs)
+        batch = PersiaTrainingBatch(
+            NamedList([torch.from_numpy(array) for array in dense]), NamedList(), None, size
+        )
+        self._limit_threads()
+        with torch.inference_mode():
+            started = time.perf_counter_ns()
+            self._transfer.stage(batch, lookup(features))
+            self._local.lookup_ns = time.perf_counter_ns() - started
+            tensors = self._layout.flatten(batch.non_id_type_tensors, batch.embedding_tensors)
+            if size < self.model.min_samples:
+                tensors = self._layout.double(tensors)
+            found = self._program(*tensors)
+            return {
+                name: one[:size].numpy() for name, one in zip(self._names, found, strict=True)
+            }
+
+    def _limit_threads(self) -> None:
+        """Have torch compute in the calling thread only; the main one stays as it is."""
+        if self._num_threads is None or getattr(self._local, "is_limited", False):
+            return
+        if threading.current_thread() is not threading.main_thread():
+            torch.set_num_threads(self._num_threads)
+        self._local.is_limited = True
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Return names, datatypes and shapes as the Open Inference Protocol has them."""
+        return describe(self.model)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return counts: ``rows``, ``bytes``, packets ``applied``, ``missing`` ids by feature.
+
+        ``row_ages``: seconds since the last packet applied was written, by training server.
+        """
+        lookup = self._lookup
+        if lookup is None:
+            return {}
+        ages = getattr(lookup.rows, "ages", None)  # of rows in this process
+        return {**lookup.stats(), "row_ages": ages(time.time()) if ages else {}}
+
+    def close(self) -> None:
+        """Give rows and program up; no call may come afterwards."""
+        lookup, self._lookup = self._lookup, None
+        if lookup is not None:
+            lookup.close()
+
+
+def describe(model: ServedModel) -> Mapping[str, Any]:
+    """Return the metadata of a bundle."""
+    inputs: list[dict[str, Any]] = [
+        {
+            "name": one.name,
+            "datatype": "INT64",
+            "shape": [-1, -1],
+            "parameters": {"kind": "id", "dim": one.dim, "optional": one.optional},
+        }
+        for one in model.features
+    ]
+    inputs += [_described(one) | {"parameters": {"kind": "dense"}} for one in model.dense]
+    return {
+        "name": model.name,
+        "versions": [str(model.version)],
+        "platform": "persia_bundle",
+        "inputs": inputs,
+        "outputs": [_described(one) for one in model.outputs],
+        "parameters": {"batch_input": BATCH},
+    }
+
+
+def _described(tensor: ServedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "datatype": DATATYPES[tensor.dtype],
+        "shape": [-1, *tensor.shape],
+    }

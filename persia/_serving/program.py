@@ -1,0 +1,449 @@
+"""The dense net as a program: traced, compared with the model, written, and read again.
+
+A model is called with dense tensors and embeddings; a program takes them flat, in this order:
+
+    dense tensors [B, ...]
+    of each feature: pooled [B, dim]; raw [B, fixed, dim + 1]; jagged [N, dim] and [B + 1]
+
+and returns a tuple of outputs. Any B and any N may come.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from persia._serving.bundle import MAX_JSON_BYTES, ServedTensor
+from persia._training.batch import Jagged, NamedList
+from persia.errors import CheckpointError, ConfigError
+
+Format = Literal["export", "torchscript"]
+Tensors = tuple[torch.Tensor, ...]
+Program = Callable[..., Sequence[torch.Tensor]]
+# Greatest |difference| of a program to its model, relative to values above 1.
+TOLERANCE = 1e-5
+# Members of a program's file; no other is taken, as one may be code.
+_MEMBERS = re.compile(
+    r"[^/]+/(archive_format|archive_version|byteorder|version|\.data/version"
+    r"|\.data/serialization_id|data/(weights|constants)/(weight_[0-9]+|tensor_[0-9]+)"
+    r"|data/(weights|constants)/model_(weights|constants)_config\.json"
+    r"|models/model\.json|data/sample_inputs/model\.pt)"
+)
+# A size of a traced tensor: sums and products of symbols. torch evaluates it, so that nothing
+# may be in it that can be called but these.
+_EXPRESSION = re.compile(r"[\w\s'+\-*/(),.<>=&|~%]{0,10000}")
+_FUNCTIONS = frozenset(
+    (
+        "Add",
+        "Mul",
+        "Pow",
+        "Mod",
+        "PythonMod",
+        "FloorDiv",
+        "CleanDiv",
+        "CeilDiv",
+        "Max",
+        "Min",
+        "Integer",
+        "Symbol",
+        "Eq",
+        "Ne",
+        "Lt",
+        "Le",
+        "Gt",
+        "Ge",
+        "And",
+        "Or",
+        "Not",
+        "ModularIndexing",
+        "Where",
+        "ToFloat",
+        "TruncToInt",
+        "FloorToInt",
+        "CeilToInt",
+        "IntTrueDiv",
+        "FloatTrueDiv",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How flat tensors become what a model is called with."""
+
+    num_dense: int
+    dense_names: tuple[str, ...]  # empty where they have none
+    names: tuple[str, ...]  # of the id features
+    kinds: tuple[str, ...]  # pooled, raw or jagged
+
+    def flatten(
+        self, dense: Sequence[torch.Tensor], embeddings: Sequence[torch.Tensor | Jagged]
+    ) -> Tensors:
+        """Return a model's arguments as a program takes them."""
+        found = list(dense)
+        for one in embeddings:
+            found += [one] if isinstance(one, torch.Tensor) else [one.values, one.offsets]
+        return tuple(found)
+
+    def build(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[NamedList[torch.Tensor], NamedList[Any]]:
+        """Return what a model is called with."""
+        rest = iter(tensors)
+        dense = NamedList([next(rest) for _ in range(self.num_dense)], self.dense_names)
+        embeddings: list[Any] = [
+            Jagged(next(rest), next(rest)) if kind == "jagged" else next(rest)
+            for kind in self.kinds
+        ]
+        return dense, NamedList(embeddings, self.names)
+
+    def is_edges(self) -> tuple[bool, ...]:
+        """Return of each flat tensor whether it is the offsets of a jagged feature."""
+        return self._marks({"jagged": (False, True)})
+
+    def is_sized(self) -> tuple[bool, ...]:
+        """Return of each flat tensor whether it has one entry a sample."""
+        return self._marks({"jagged": (False, False)}, True)
+
+    def _marks(
+        self, special: Mapping[str, tuple[bool, bool]], usual: bool = False
+    ) -> tuple[bool, ...]:
+        found = [usual] * self.num_dense
+        for kind in self.kinds:
+            found += special.get(kind, (usual,))
+        return tuple(found)
+
+    def cut(self, tensors: Tensors, begin: int, end: int) -> Tensors:
+        """Return samples ``begin:end`` of a batch."""
+        found: list[torch.Tensor] = []
+        for tensor, is_sized, is_edges in zip(
+            tensors, self.is_sized(), self.is_edges(), strict=True
+        ):
+            if is_sized:
+                found.append(tensor[begin:end].clone())
+            elif is_edges:
+                edges = tensor[begin : end + 1]
+                found[-1] = found[-1][int(edges[0]) : int(edges[-1])].clone()
+                found.append(edges - edges[0])
+            else:
+                found.append(tensor)
+        return tuple(found)
+
+    def double(self, tensors: Tensors) -> Tensors:
+        """Return a batch with its samples twice."""
+        found: list[torch.Tensor] = []
+        for tensor, is_edges in zip(tensors, self.is_edges(), strict=True):
+            twice = torch.cat([tensor, tensor[1:] + tensor[-1:]] if is_edges else [tensor] * 2)
+            found.append(twice)
+        return tuple(found)
+
+
+class FlatModel(torch.nn.Module):
+    """A model that takes flat tensors and returns a tuple."""
+
+    def __init__(self, model: Any, layout: Layout) -> None:
+        super().__init__()
+        self.model = model
+        self._layout = layout
+        self.output_names: tuple[str, ...] = ()
+
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
+        found = self.model(*self._layout.build(tensors))
+        if isinstance(found, torch.Tensor):
+            self.output_names = ("output",)
+            return (found,)
+        if isinstance(found, Mapping):
+            names, outputs = tuple(map(str, found)), tuple(found.values())
+        else:
+            outputs = tuple(found)
+            names = tuple(f"output_{number}" for number in range(len(outputs)))
+        self.output_names = names
+        return outputs
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A dense net that can be written, and what is known of it."""
+
+    data: bytes
+    outputs: tuple[ServedTensor, ...]
+    is_batch_independent: bool
+    min_samples: int
+    max_difference: float
+
+
+def copy_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model as it is now, on the CPU, for evaluation."""
+    copied = copy.deepcopy(getattr(model, "_orig_mod", model))
+    return copied.to("cpu").eval().requires_grad_(False)
+
+
+def trace(
+    model: torch.nn.Module,
+    layout: Layout,
+    samples: Tensors,
+    form: Format,
+    tolerance: float = TOLERANCE,
+) -> Traced:
+    """Trace a model of the CPU in evaluation mode, and compare the program with it.
+
+    ``samples`` is a batch of any size, as a program takes it.
+
+    Raises:
+        ConfigError: If the model cannot be traced, or the program computes something else.
+    """
+    flat = FlatModel(model, layout)
+    batch = samples
+    while num_samples(layout, batch) < 4:
+        batch = layout.double(batch)
+    size = num_samples(layout, batch)
+    with torch.no_grad():
+        expected = _called(flat, batch, type(model).__name__)
+        names = flat.output_names
+        _check_outputs(expected, names, size)
+        data = _exported(flat, layout, batch) if form == "export" else _scripted(flat, batch)
+        program = load_program(data, form)
+        largest = _compare(program, flat, [batch, layout.cut(batch, 0, size // 2)], tolerance)
+        ones = [layout.cut(batch, 0, 1), layout.cut(batch, size - 1, size)]
+        min_samples = 1
+        try:
+            largest = max(largest, _compare(program, flat, ones, tolerance))
+        except ConfigError:
+            min_samples = 2
+        return Traced(
+            data,
+            tuple(
+                ServedTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape[1:]))
+                for name, one in zip(names, expected, strict=True)
+            ),
+            _is_independent(flat, layout, batch, expected),
+            min_samples,
+            largest,
+        )
+
+
+def num_samples(layout: Layout, tensors: Tensors) -> int:
+    """Return how many samples a batch has."""
+    for tensor, is_sized, is_edges in zip(
+        tensors, layout.is_sized(), layout.is_edges(), strict=True
+    ):
+        if is_sized or is_edges:
+            return len(tensor) - is_edges
+    return 0
+
+
+def _called(flat: FlatModel, batch: Tensors, name: str) -> Tensors:
+    try:
+        return tuple(flat(*batch))
+    except Exception as exc:
+        raise ConfigError(f"model {name}: cannot be called with a sample: {exc}") from exc
+
+
+def _check_outputs(outputs: Sequence[Any], names: Sequence[str], size: int) -> None:
+    for name, one in zip(names, outputs, strict=True):
+        if not isinstance(one, torch.Tensor) or one.ndim == 0 or len(one) != size:
+            shape = list(one.shape) if isinstance(one, torch.Tensor) else type(one).__name__
+            raise ConfigError(
+                f"model: output {name!r}: expected a tensor [{size}, ...] for {size} samples, "
+                f"got {shape}"
+            )
+        if one.dtype == torch.bfloat16:
+            raise ConfigError(f"model: output {name!r}: expected .float() of it, got bfloat16")
+
+
+def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
+    from torch.export import Dim, export, save
+
+    samples = Dim("batch", min=1)
+    sizes: list[Any] = []
+    for number, (is_sized, is_edges) in enumerate(
+        zip(layout.is_sized(), layout.is_edges(), strict=True)
+    ):
+        size = samples if is_sized else samples + 1 if is_edges else Dim(f"n{number}", min=0)
+        sizes.append({0: size})
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Contiguous and apart: equal tensors would be taken for one.
+            args = tuple(one.clone().contiguous() for one in batch)
+            program = export(flat, args, dynamic_shapes=(tuple(sizes),), strict=False)
+            program._example_inputs = None  # they are data of the user's, and a pickle
+            program._guards_code = []  # code, of sizes that are compared with the model instead
+            file = io.BytesIO()
+            save(program, file)
+    except Exception as exc:
+        raise ConfigError(
+            f"model: torch.export cannot trace it: {str(exc).strip():.600}; "
+            "format='torchscript' may"
+        ) from exc
+    return file.getvalue()
+
+
+def _scripted(flat: FlatModel, batch: Tensors) -> bytes:
+    """Trace rather than script: a list with names is none of TorchScript's types."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.jit.trace(flat, batch, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
+            file = io.BytesIO()
+            torch.jit.save(program, file)
+    except Exception as exc:
+        raise ConfigError(f"model: TorchScript cannot trace it: {exc!s:.600}") from exc
+    return file.getvalue()
+
+
+def _compare(
+    program: Program, flat: FlatModel, batches: Sequence[Tensors], tolerance: float
+) -> float:
+    """Return the largest |difference|; refuse one above the tolerance."""
+    largest = 0.0
+    for batch in batches:
+        expected = flat(*batch)
+        try:
+            found = program(*batch)
+        except Exception as exc:
+            raise ConfigError(
+                f"the model's program cannot score {len(expected[0])} samples: {exc!s:.400}"
+            ) from exc
+        for name, one, other in zip(flat.output_names, expected, found, strict=True):
+            if one.shape != other.shape or one.dtype != other.dtype:
+                raise ConfigError(
+                    f"output {name!r}: expected {one.dtype} {list(one.shape)} of the program, "
+                    f"got {other.dtype} {list(other.shape)}"
+                )
+            if torch.equal(one, other) or not one.numel():
+                continue
+            difference = (one.double() - other.double()).abs()
+            bound = tolerance * one.double().abs().clamp(min=1.0)
+            if not bool((difference <= bound).all()):
+                raise ConfigError(
+                    f"output {name!r}: the program differs from the model by up to "
+                    f"{float(difference.max()):.3g}, expected at most {tolerance:g}"
+                )
+            largest = max(largest, float(difference.max()))
+    return largest
+
+
+def _is_independent(
+    flat: FlatModel, layout: Layout, batch: Tensors, expected: Sequence[torch.Tensor]
+) -> bool:
+    """Whether a sample's outputs stay, bit for bit, when the others and its place change.
+
+    The batch keeps its size, so that the same kernels run; halves alone differ in rounding.
+    """
+    size = len(expected[0])
+    half = size // 2
+    head, tail = layout.cut(batch, 0, half), layout.cut(batch, half, size)
+    scaled = _joined(layout, head, tuple(_other(one) for one in tail))
+    swapped = _joined(layout, tail, head)
+    for one, other, moved in zip(expected, flat(*scaled), flat(*swapped), strict=True):
+        if other.shape != one.shape or not torch.equal(one[:half], other[:half]):
+            return False
+        both = torch.cat([moved[size - half :], moved[: size - half]])
+        if not torch.allclose(one, both, rtol=1e-4, atol=1e-6, equal_nan=True):
+            return False
+    return all(
+        torch.allclose(one[:half], alone, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for one, alone in zip(expected, flat(*head), strict=True)
+    )
+
+
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 1.5 + 0.25 if tensor.is_floating_point() else tensor
+
+
+def _joined(layout: Layout, first: Tensors, second: Tensors) -> Tensors:
+    return tuple(
+        torch.cat([one, other[1:] + one[-1:]] if is_edges else [one, other])
+        for one, other, is_edges in zip(first, second, layout.is_edges(), strict=True)
+    )
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def load_program(data: bytes, form: str, place: str = "program") -> Program:
+    """Return a program from the bytes of its file, which runs no code but torch's operators.
+
+    Raises:
+        CheckpointError: If it is no such file, or has more in it than a program has.
+    """
+    try:
+        if form == "torchscript":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return torch.jit.load(io.BytesIO(data), map_location="cpu")  # type: ignore[no-any-return, no-untyped-call]
+        check_archive(data, place)
+        from torch.export import load
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Sizes that tracing took for granted were compared with the model at export.
+            found: Program = load(io.BytesIO(data)).module(check_guards=False)
+        return found
+    except CheckpointError:
+        raise
+    except Exception as exc:
+        raise CheckpointError(f"{place}: cannot be read as a program: {exc!s:.400}") from exc
+
+
+def check_archive(data: bytes, place: str) -> None:
+    """Refuse a file of ``torch.export`` with pickles of objects, code, or unknown members."""
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        members = archive.infolist()
+        names = [one.filename for one in members]
+        if len(set(names)) < len(names):
+            raise CheckpointError(f"{place}: a member comes twice")
+        # Stored, not packed: what is read is no more than the file's own bytes.
+        if sum(one.file_size for one in members) > len(data):
+            raise CheckpointError(f"{place}: expected members that are not compressed")
+        for one in members:
+            if not _MEMBERS.fullmatch(one.filename):
+                raise CheckpointError(
+                    f"{place}: {one.filename!a}: no program has such a member"
+                )
+            if one.filename.endswith(".json"):
+                _check_json(archive.read(one), f"{place}: {one.filename}")
+            elif one.filename.endswith(".pt") and one.file_size:
+                torch.load(io.BytesIO(archive.read(one)), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as exc:
+        raise CheckpointError(
+            f"{place}: expected a file of torch.export: {exc!s:.200}"
+        ) from exc
+
+
+def _check_json(data: bytes, place: str) -> None:
+    if len(data) > MAX_JSON_BYTES * 16:
+        raise CheckpointError(f"{place}: expected at most {MAX_JSON_BYTES * 16} bytes")
+    todo: list[Any] = [json.loads(data)]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list):
+            todo += one
+        elif isinstance(one, dict):
+            if one.get("use_pickle"):
+                raise CheckpointError(f"{place}: expected plain tensors, got a pickle")
+            if one.get("guards_code"):
+                raise CheckpointError(f"{place}: expected no code")
+            if isinstance(one.get("expr_str"), str):
+                _check_expression(one["expr_str"], place)
+            todo += one.values()
+
+
+def _check_expression(text: str, place: str) -> None:
+    called = re.findall(r"([A-Za-z_]\w*)\s*\(", text)
+    is_plain = _EXPRESSION.fullmatch(text) and "__" not in text
+    if not is_plain or re.search(r"[A-Za-z_)]\s*\.", text) or set(called) - _FUNCTIONS:
+        raise CheckpointError(f"{place}: expected a size, got the expression {text!a:.200}")

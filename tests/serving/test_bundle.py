@@ -1,0 +1,52 @@
+"""What a bundle's files may say, and versions in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from persia._serving.bundle import (
+    CURRENT,
+    Bundle,
+    check_name,
+    current_version,
+    schema_document,
+    versions,
+)
+from persia.config import EmbeddingSchema, schema_fingerprint
+from persia.errors import CheckpointError, ConfigError
+from tests.serving.models import SCHEMA
+
+
+def test_a_config_is_written_as_it_was(tmp_path: Path) -> None:
+    schema = EmbeddingSchema.load(SCHEMA)
+    (tmp_path / "config.yml").write_text(schema_document(schema))
+    found = EmbeddingSchema.load(tmp_path / "config.yml")
+    assert found.slots == schema.slots
+    assert schema_fingerprint(found) == schema_fingerprint(schema)
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "1"
+    folder.mkdir()
+    for text in ("", "[]", "{}", '{"format": "persia-model", "format_version": 2}'):
+        (folder / "persia-model.json").write_text(text)
+        with pytest.raises(CheckpointError, match="persia-model"):
+            Bundle.open(folder)
+    (folder / "persia-model.json").unlink()
+    (folder / "persia-model.json").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Bundle.open(folder)
+
+
+def test_names_and_versions(tmp_path: Path) -> None:
+    assert versions(tmp_path / "none") == []
+    assert current_version(tmp_path) is None
+    (tmp_path / CURRENT).write_text(json.dumps({"version": "../1"}))
+    with pytest.raises(CheckpointError, match="version"):
+        current_version(tmp_path)
+    for name in ("", "..", "a/b", ".x", "a" * 101):
+        with pytest.raises(ConfigError):
+            check_name(name)
