@@ -4,6 +4,7 @@
     persia-launcher embedding-worker --embedding-config slots.yml
     persia-launcher data-loader data_loader.py
     persia-launcher nn-worker train.py --nproc-per-node 2
+    persia-launcher serve models/
     persia-launcher keys DIRECTORY | init DIRECTORY | doctor | top | report
 
 Options of a command may stand anywhere; what is not one goes to the script, and so does
@@ -26,8 +27,10 @@ import click
 from persia import env
 from persia._cli.doctor import examine, print_report, rows_of, write_project
 from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
+from persia._cli.export_model import export_checkpoint
 from persia._cli.report import combine
 from persia._cli.scripts import Script, run_data_loader, run_nn_worker
+from persia._cli.serve import add_options, run_serve
 from persia._cli.top import DEADLINE_S, run_top
 from persia._cluster.connect import current_lists
 from persia._cluster.process import (
@@ -38,7 +41,7 @@ from persia._cluster.process import (
 )
 from persia._metrics.top_view import need_rich
 from persia._process_exit import end_with_launcher, note_end
-from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
+from persia._rpc.curve import KEY_NAMES, make_keys
 from persia.config import OPTIMIZERS
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_logger
@@ -228,16 +231,33 @@ def embedding_parameter_server(**options: Any) -> None:
     _serve("embedding-parameter-server", run_parameter_server, **options)
 
 
+@cli.command("serve", **example("persia-launcher serve models/ --http-port 8080"))
+@click.argument("repository", type=click.Path(path_type=Path))
+@add_options
+def serve(repository: Path, **options: Any) -> None:
+    """Serve the models of REPOSITORY by the Open Inference Protocol, HTTP and gRPC.
+
+    REPOSITORY has a folder for each model, and in it one for each version. New versions are
+    taken while requests come. Ends with SIGTERM, after the requests in flight.
+    """
+    _run("serve", lambda: run_serve(repository, **options))
+
+
 @cli.command("keys", **example("persia-launcher keys keys/"))
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--name", "names", multiple=True, help="Of one more data key, instead of all.")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    help="Of one more data key, instead of all; serve-NAME is one for serving.",
+)
 @click.option("--owner", type=click.IntRange(0), help="Number of the user they are for.")
 def keys(directory: Path, names: tuple[str, ...], owner: int | None) -> None:
-    """Make the keys of a job in DIRECTORY: of its servers, for control, and for data.
+    """Make the keys of a job in DIRECTORY: of its servers, for control, data and serving.
 
     PERSIA_KEYS names the directory to processes. A key that is there stays.
     """
-    for path in make_keys(directory, names or (SERVER, CONTROL, DATA), owner):
+    for path in make_keys(directory, names or KEY_NAMES, owner):
         click.echo(path)
 
 
@@ -352,6 +372,77 @@ def report(files: tuple[Path, ...], output: Path) -> None:
     except ConfigError as error:
         raise Refused(str(error)) from error
     click.echo(output)
+
+
+@cli.command(
+    "export",
+    **example(
+        "persia-launcher export /ckpt --model net:make --output models/ctr --sample one.bin"
+    ),
+)
+@click.argument("checkpoint")
+@click.option("--model", "factory", required=True, metavar="MODULE:FACTORY", help="Makes it.")
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of the model in a repository; the version is a folder in it.",
+)
+@click.option(
+    "--sample",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="PersiaBatch.to_bytes() of a batch like those that will be scored.",
+)
+@click.option(
+    "--embedding-config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="YAML file; PERSIA_EMBEDDING_CONFIG if not given.",
+)
+@click.option("--dense-filename", default="dense.pt", show_default=True)
+@click.option(
+    "--format",
+    type=click.Choice(("export", "torchscript")),
+    default="export",
+    show_default=True,
+    help="Of the dense net's program.",
+)
+@click.option(
+    "--missing",
+    type=click.Choice(("zeros", "initial", "mean")),
+    default="zeros",
+    show_default=True,
+    help="What an id without a row is.",
+)
+@click.option("--keep-last", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--triton",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Model repository of NVIDIA Triton, to which the version is copied as well.",
+)
+def export(
+    checkpoint: str,
+    factory: str,
+    output: Path,
+    sample: Path,
+    embedding_config: Path | None,
+    dense_filename: str,
+    triton: Path | None,
+    **options: Any,
+) -> None:
+    """Write the model of CHECKPOINT and its rows as a version that can be served.
+
+    CHECKPOINT is the folder or URL that dump_checkpoint was given.
+    """
+    try:
+        version = export_checkpoint(
+            *(checkpoint, factory, output, sample, embedding_config, dense_filename),
+            triton,
+            options,
+        )
+    except PersiaError as error:
+        raise Refused(str(error)) from error
+    click.echo(output / str(version))
 
 
 if __name__ == "__main__":

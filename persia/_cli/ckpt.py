@@ -1,4 +1,4 @@
-"""``persia-ckpt``: inspect, verify, compare, convert and reshard checkpoints."""
+"""``persia-ckpt``: inspect, verify, compare, convert, export and reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from tqdm import tqdm
 
 from persia._cli.errors import HELP, OneLineGroup, example
-from persia._cli.export import FORMATS, export
+from persia._cli.export import FORMATS, export, export_vectors
 from persia._cli.texts import texts_of
 from persia._files.catalog import chain, find, ids, load
 from persia._files.manifest import TIME, Manifest, now
@@ -151,6 +151,24 @@ def convert_command(
     with _bar("converting", manifests, rows_only=True) as progress:
         files = export(storage, manifests, folder, form, groups, progress)
     click.echo(f"{sum(files.values()):,} rows in {count(len(files), 'file')} in {folder}")
+
+
+@cli.command("export", **example("persia-ckpt export /models/ctr items.npz --feature item"))
+@click.argument("url")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--feature", required=True, help="Whose ids and vectors; of its group, all ids.")
+@which
+def export_command(url: str, file: Path, feature: str, identity: str | None) -> None:
+    """Write the vectors of one feature for a nearest-neighbour search.
+
+    FILE ends with .parquet (columns id and vector) or .npz (arrays id and vector), by
+    ascending id.
+    """
+    storage = open_storage(url)
+    manifests = _chain(storage, identity)
+    with _bar("exporting", manifests, rows_only=True) as progress:
+        rows, dim = export_vectors(storage, manifests, file, feature, progress)
+    click.echo(f"{rows:,} vectors of dim {dim} in {file}")
 
 
 @cli.command("reshard", **example("persia-ckpt reshard /checkpoints /smaller --servers 2"))

@@ -1,4 +1,4 @@
-"""Export of a checkpoint's rows as tables: Parquet, safetensors, .npz."""
+"""Export of a checkpoint's rows: tables, or the vectors of a feature for a search index."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from persia._files.manifest import Manifest
 from persia._files.parts import take
 from persia._files.rows import Progress, rows_of
-from persia._files.storage import LocalStorage, Storage
+from persia._files.storage import LocalStorage, Storage, write_atomic
 from persia._files.summary import groups_and_ids, values_of
 from persia._files.tensors import Column, encode
-from persia.errors import ConfigError
+from persia.errors import ConfigError, did_you_mean
 
 FORMATS = ("parquet", "safetensors", "npz")
+VECTOR_SUFFIXES = (".parquet", ".npz")
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -59,6 +60,69 @@ def export(
             name = writer.add(part.table, arrays)
             found[name] = found.get(name, 0) + len(held)
     return found
+
+
+def export_vectors(
+    storage: Storage,
+    manifests: Sequence[Manifest],
+    path: Path,
+    feature: str,
+    progress: Progress,
+) -> tuple[int, int]:
+    """Write ids u64 [n], ascending, and vectors f32 [n, dim] of one feature into one file.
+
+    Returns:
+        n and dim.
+
+    Raises:
+        ConfigError: The feature is unknown, or its rows are no vectors of ids (hash stacks).
+        CheckpointError: The file cannot be written.
+    """
+    schema = manifests[-1].schema
+    group = schema.features.get(feature)
+    if group is None:
+        raise ConfigError(
+            f"feature {feature!r}: expected one of {', '.join(sorted(schema.features))}"
+            f"{did_you_mean(feature, schema.features)}"
+        )
+    number = [each.name for each in schema.groups].index(group)
+    rounds, _ = schema.groups[number].hash_stack
+    if rounds:
+        raise ConfigError(
+            f"feature {feature!r}: expected rows of ids, got a hash stack of {rounds} rounds, "
+            "whose rows many ids share; look the ids up instead"
+        )
+    if path.suffix not in VECTOR_SUFFIXES:
+        expected = " or ".join(VECTOR_SUFFIXES)
+        raise ConfigError(f"{path}: expected a name that ends with {expected}")
+    ids: list[NDArray[np.uint64]] = []
+    vectors: list[NDArray[np.float32]] = []
+    for _, block in rows_of(storage, manifests, progress):
+        numbers, found = groups_and_ids(schema, block.signs)
+        mine = numbers == number
+        if mine.any():
+            ids.append(found[mine])
+            vectors.append(values_of(take(block, mine)))
+    dim = schema.tables[schema.groups[number].table].dim
+    all_ids = np.concatenate([np.empty(0, np.uint64), *ids])
+    order = np.argsort(all_ids)
+    rows = np.concatenate([np.empty((0, dim), np.float32), *vectors])[order]
+    found_rows = (all_ids[order], rows)
+    write_atomic(path, lambda aside: _write_vectors(aside, path.suffix, *found_rows))
+    return rows.shape[0], rows.shape[1]
+
+
+def _write_vectors(
+    path: Path, suffix: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
+) -> None:
+    if suffix == ".npz":
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, id=ids, vector=rows)
+        return
+    arrow, parquet = _arrow()
+    flat = arrow.array(rows.reshape(-1))
+    vectors = arrow.FixedSizeListArray.from_arrays(flat, rows.shape[1])
+    parquet.write_table(arrow.table({"id": arrow.array(ids), "vector": vectors}), str(path))
 
 
 @contextmanager
@@ -108,14 +172,9 @@ class _Parquet:
     """A file for each table, with names of groups and values as lists of one length."""
 
     def __init__(self, folder: Path, names: Sequence[str], stack: ExitStack) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError as exc:
-            raise ConfigError(f"Parquet needs pyarrow: pip install pyarrow ({exc})") from exc
-        self._arrow = pyarrow
+        self._arrow, _ = _arrow()
         self._folder = folder
-        self._names = pyarrow.array(names)
+        self._names = self._arrow.array(names)
         self._stack = stack
         self._writers: dict[str, Any] = {}
 
@@ -144,3 +203,12 @@ class _Parquet:
             return None
         flat = self._arrow.array(np.ascontiguousarray(array).reshape(-1))
         return self._arrow.FixedSizeListArray.from_arrays(flat, array.shape[1])
+
+
+def _arrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as exc:
+        raise ConfigError(f"Parquet needs pyarrow: pip install pyarrow ({exc})") from exc
+    return pyarrow, pyarrow.parquet

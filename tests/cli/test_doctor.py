@@ -80,7 +80,7 @@ def test_a_report_as_text_and_as_json(tmp_path: Path) -> None:
 NAMES = {
     *("README.md", "train.py", "data_loader.py", "model.py", "clicks.py", "Procfile"),
     *("config/embedding_config.yml", "config/global_config.yml"),
-    *("compose.yaml", "compose.env"),
+    *("serve.py", "compose.yaml", "compose.env"),
 }
 
 
@@ -146,6 +146,20 @@ def test_a_project_trains_embedded_and_by_honcho(tmp_path: Path) -> None:
     ran = run("-m", "persia.launcher", "doctor", cwd=project, env=job)
     assert ran.returncode == 0, ran.stdout
     assert "all 3 features are there" in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_project_is_exported_and_scores(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    write_project(project)
+    for words in ("train.py checkpoint", "serve.py"):
+        command = (sys.executable, *words.split())
+        ran = run(*command, cwd=project, env=without_persia(), timeout_s=200)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    scores = re.search(r"^version 1: logits \[(.*)\]", ran.stdout, re.MULTILINE)
+    assert scores is not None
+    assert len(scores[1].split()) == 3
 
 
 @pytest.mark.slow
