@@ -1,4 +1,4 @@
-"""Draws the diagrams of the docs: docs/images/{sign,life-of-a-batch,staleness}.svg.
+"""Draws the diagrams of the docs: docs/images/{sign,life-of-a-batch,staleness,serving}.svg.
 
 python docs/_site/diagrams.py
 """
@@ -120,12 +120,46 @@ def staleness() -> str:
     )
 
 
+def serving() -> str:
+    """Versions and rows, from training to a request."""
+    drawn = "".join(
+        box(300, 40 + 62 * n, 170, 50, style, f"version {n + 1}", "dense net, rows")
+        for n, style in enumerate("ggb")
+    )
+    drawn += "".join(box(242 + 82 * n, 266, 74, 38, "d", f"packet {n + 7}") for n in range(3))
+    return (
+        '<rect class="g" x="600" y="20" width="240" height="300" rx="10"/>\n'
+        + text(720, 44, "persia-launcher serve", "t")
+        + box(20, 150, 150, 84, "c", "training", "model, rows,", "optimizer state")
+        + drawn
+        + text(385, 30, "models/clicks", "s")
+        + text(365, 326, "change log: new, changed, deleted rows", "s")
+        + arrow("M170 175 C 230 160, 240 190, 300 189")
+        + text(226, 158, "publish", "s")
+        + arrow("M130 234 C 140 275, 190 285, 242 285")
+        + text(120, 276, "flush", "s")
+        + box(620, 70, 200, 50, "g", "version 2", "ends its requests")
+        + box(620, 150, 200, 50, "b", "version 3: dense net", "answers new requests")
+        + box(620, 240, 200, 50, "b", "version 3: rows", "without optimizer state")
+        + arrow("M470 189 C 540 189, 560 175, 620 175")
+        + text(536, 172, "switch", "s")
+        + arrow("M480 285 C 540 285, 560 265, 620 265")
+        + text(556, 296, "follow", "s")
+        + arrow("M720 240 V200")
+        + arrow("M960 162 H820")
+        + arrow("M820 188 H960")
+        + text(900, 154, "ids")
+        + text(900, 206, "scores")
+    )
+
+
 def main() -> None:
     """Write all of them."""
     for name, width, height, title, drawn in (
         ("sign", 800, 150, "The 64 bits of a sign: group, then id", sign()),
         ("life-of-a-batch", 985, 320, "What goes between the roles", life_of_a_batch()),
         ("staleness", 830, 232, "With staleness 2, batch 3 waits for batch 1", staleness()),
+        ("serving", 980, 340, "Versions and rows, from training to a request", serving()),
     ):
         (IMAGES / f"{name}.svg").write_text(
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">\n'
