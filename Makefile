@@ -97,6 +97,10 @@ soak-recovery: build  ## kill a server KILLS=200 times under load and count ever
 soak-load: build  ## 50 data-loaders and 8 ranks at one worker for MINUTES=10: exact books
 	$(BIN)/python -m tests.load.soak $(or $(MINUTES),10)
 
+.PHONY: proof-switch
+proof-switch: build  ## five versions and deltas switched under REQUESTS=100000 requests: none mixed
+	$(BIN)/python -m tests.serving.proofs.switch --requests $(or $(REQUESTS),100000)
+
 chaos-compose:  ## containers killed, paused, cut off for MINUTES=20 while they train (needs Docker)
 	MINUTES=$(or $(MINUTES),20) SEED=$(or $(SEED),1) $(PYTHON) -m tests.compose build chaos
 
@@ -122,6 +126,22 @@ lint: build  ## style, types, Cython, spelling
 .PHONY: house
 house: build  ## count what the layout promises: lines, files, forms of a batch
 	$(BIN)/python -m tests.meta.house
+
+# Its wheel holds the server. Its stubs for Python were compiled for numpy 1: with numpy 2 they pass
+# zeros. The stub of this Python needs its shared library (Debian: libpython3.11).
+TRITON ?= build/triton
+TRITON_STUB = $(TRITON)/pytriton/tritonserver/python_backend_stubs/$(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+.PHONY: triton
+triton: $(VENV)/.created  ## fetch a real Triton for tests/serving/conformance into build/triton
+	mkdir -p $(TRITON)/wheels
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: -d $(TRITON)/wheels nvidia-pytriton==0.7.0 'numpy>=1.26,<2'
+	$(PYTHON) -m zipfile -e $(TRITON)/wheels/nvidia_pytriton-*.whl $(TRITON)
+	$(PYTHON) -m zipfile -e $(TRITON)/wheels/numpy-*.whl $(TRITON)/numpy1
+	cp $(TRITON_STUB)/triton_python_backend_stub $(TRITON)/pytriton/tritonserver/backends/python/
+	chmod +x $(TRITON)/pytriton/tritonserver/bin/tritonserver $(TRITON)/pytriton/tritonserver/backends/python/triton_python_backend_stub
+	@! ldd $(TRITON)/pytriton/tritonserver/backends/python/triton_python_backend_stub | grep 'not found' || { \
+	  echo "make: Triton's Python lacks the above. On Debian: sudo apt install libpython3.11" >&2; exit 1; }
 
 format:  ## let ruff write the style it checks
 	$(BIN)/ruff check --fix .
