@@ -68,7 +68,8 @@ class _PooledServer:
     def __init__(self, address: str, client: Client) -> None:
         self.address = address
         self.client = client
-        self.is_up = False  # guarded by the pool's condition, as the next two
+        self.is_up = False  # guarded by the pool's condition, as the next three
+        self.was_asked = False  # for its health, and answered or did not
         self.problem = f"no connection to {address}"  # while it is not up
         self.hello: Hello | None = None  # the last
         self.is_closed = threading.Event()
@@ -216,14 +217,15 @@ class ServingWorkers(EmbeddingWorker):
         with self._changed:
             if server.is_up and not server.is_closed.is_set():
                 logger.warning("%s; it is avoided until it answers", problem)
-            server.is_up, server.problem = False, problem
+            server.is_up, server.problem, server.was_asked = False, problem, True
+            self._changed.notify_all()
 
     def _refuse(self, server: _PooledServer, error: Exception) -> None:
         """Avoid what is not one of the workers; that is an error before the first answers."""
         with self._changed:
             if server.problem != str(error):
                 logger.error("%s; it is not asked", error)
-            server.is_up, server.problem = False, str(error)
+            server.is_up, server.problem, server.was_asked = False, str(error), True
             if isinstance(error, ConfigError):
                 self._failure = error
             self._changed.notify_all()
@@ -235,7 +237,9 @@ class ServingWorkers(EmbeddingWorker):
         next_line = time.monotonic() + _LINE_S
         with self._changed:
             while not any(server.is_up for server in self._servers.values()):
-                if self._failure is not None:
+                # Not before each was asked: a right one may answer after a wrong one.
+                were_asked = all(server.was_asked for server in self._servers.values())
+                if self._failure is not None and were_asked:
                     raise self._failure
                 now = time.monotonic()
                 if now >= min(deadline, next_line):
