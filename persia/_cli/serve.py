@@ -83,6 +83,12 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ),
     ("--row-dtype", click.Choice(_ROW_DTYPES), "float32", "How rows are held in memory."),
     (
+        "--follow-interval",
+        click.FloatRange(0.01),
+        0.25,
+        "Seconds between looks for changed rows.",
+    ),
+    (
         "--rows",
         click.Choice(("local", "servers")),
         "local",
@@ -272,8 +278,10 @@ def _loader(values: Mapping[str, Any]) -> Callable[[Path], Servable]:
             servers = RowServers.listed(
                 cache_ttl_ms=values["cache_ttl_ms"], cache_rows=values["cache_rows"]
             )
-        row_dtype = values["row_dtype"]
-        return lambda folder: Predictor(folder, row_dtype=row_dtype, row_servers=servers)
+        row_dtype, interval_s = values["row_dtype"], values["follow_interval"]
+        return lambda folder: Predictor(
+            folder, row_dtype=row_dtype, follow_interval_s=interval_s, row_servers=servers
+        )
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)

@@ -48,7 +48,7 @@ MAX_FILE_BYTES = 1 << 36
 MAX_FILES = 100_000
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_NUMBER = re.compile(r"[1-9][0-9]{0,17}")
+NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _Checksum = Annotated[str, Expect("32 hexadecimal digits", pattern="^[0-9a-f]{32}$")]
 _Name = Annotated[
@@ -282,7 +282,7 @@ def versions(model_folder: Path) -> list[int]:
         return []
     except OSError as exc:
         raise CheckpointError(f"{model_folder}: cannot be read: {exc.strerror}") from exc
-    found = [int(name) for name in names if _NUMBER.fullmatch(name)]
+    found = [int(name) for name in names if NUMBER.fullmatch(name)]
     return sorted(one for one in found if (model_folder / str(one) / MANIFEST).is_file())
 
 
@@ -380,7 +380,7 @@ def keep_versions(model_folder: Path, keep_last: int) -> list[int]:
 
 def _taken(model_folder: Path) -> list[int]:
     names = [path.name for path in model_folder.iterdir()]
-    return [int(name) for name in names if _NUMBER.fullmatch(name)]
+    return [int(name) for name in names if NUMBER.fullmatch(name)]
 
 
 def _write(path: Path, data: bytes) -> None:

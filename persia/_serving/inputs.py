@@ -264,7 +264,7 @@ def _repeated(batch: FeatureBatch, size: int) -> FeatureBatch:
     if batch.batch_size == size:
         return batch
     num_ids = batch.num_ids
-    inverse = np.tile(batch.inverse, size)
+    inverse = np.tile(batch.inverse, size) if num_ids > 1 else batch.inverse.repeat(size)
     edges = None
     if batch.offsets is not None:
         if num_ids * size > MAX_SAMPLES:

@@ -238,7 +238,7 @@ class RowLookup:
         rows: ServedRows,
         *,
         dtype: str = "float32",
-        follow_interval_s: float = 1.0,
+        follow_interval_s: float = 0.25,
         servers: RowServers | None = None,
     ) -> None:
         self._missing = MissingRows(schema, features, url, rows)

@@ -59,7 +59,7 @@ class Predictor:
         *,
         num_threads: int | None = 1,
         row_dtype: str = "float32",
-        follow_interval_s: float = 1.0,
+        follow_interval_s: float = 0.25,
         row_servers: RowServers | None = None,
     ) -> None:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)

@@ -11,6 +11,7 @@ and returns a tuple of outputs. Any B and any N may come.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import re
@@ -18,13 +19,16 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from persia._serving.bundle import MAX_JSON_BYTES, ServedTensor
 from persia._training.batch import Jagged, NamedList
 from persia.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 Format = Literal["export", "torchscript"]
 Tensors = tuple[torch.Tensor, ...]
@@ -387,13 +391,32 @@ def load_program(data: bytes, form: str, place: str = "program") -> Program:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Sizes that tracing took for granted were compared with the model at export.
-            found: Program = load(io.BytesIO(data)).module(check_guards=False)
-        return found
+            return _direct(load(io.BytesIO(data)))
     except CheckpointError:
         raise
     except Exception as exc:
         raise CheckpointError(f"{place}: cannot be read as a program: {exc!s:.400}") from exc
+
+
+def _direct(program: ExportedProgram) -> Program:
+    """Return a program's graph to be called with its flat tensors alone.
+
+    ``program.module()`` compares every size of every call with symbols in Python, which takes
+    four times as long as a small net. A request's sizes are compared when it is decoded, and
+    those that tracing took for granted were compared with the model at export.
+    """
+    from torch.export.graph_signature import InputKind, OutputKind
+
+    signature = program.graph_signature
+    held = {**program.state_dict, **program.constants}
+    num_inputs = sum(one.kind is InputKind.USER_INPUT for one in signature.input_specs)
+    fixed = signature.input_specs[: len(signature.input_specs) - num_inputs]
+    if any(one.target not in held for one in fixed) or any(
+        one.kind is not OutputKind.USER_OUTPUT for one in signature.output_specs
+    ):  # it changes its own tensors, or has inputs of another kind
+        found: Program = program.module(check_guards=False)
+        return found
+    return functools.partial(program.graph_module, *(held[str(one.target)] for one in fixed))
 
 
 def check_archive(data: bytes, place: str) -> None:

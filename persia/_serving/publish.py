@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from persia.errors import ConfigError, PersiaError, ServiceTimeout
+from persia.errors import ConfigError, ServiceTimeout
 
 logger = logging.getLogger("persia.serving")
 
@@ -52,7 +52,7 @@ class Publisher:
         self._due_at = self._clock() + self._every_s
         try:
             write = self._begin()
-        except PersiaError as exc:
+        except Exception as exc:  # whatever copying a model raises, or a GPU without memory
             self._note_failure(exc)
             return
         self._thread = threading.Thread(

@@ -27,12 +27,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia import env
+from persia._core.table.row_table import RowTable
 from persia._rpc.client import Client, PendingCall
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.messages import LookupReply, LookupRequest, TableRows, TableSigns
@@ -71,22 +72,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _PROBE_S = 2.0
 _MANY_LOST = 3  # lookups in a row that another copy answered first, though asked later
 _TOUCH_S = 2.0  # between two questions that keep a version in the servers
-
-
-class RowCacheTable(Protocol):
-    """What the cache needs of a ``RowTable``."""
-
-    def __len__(self) -> int: ...
-    def write(
-        self, table: int, signs: NDArray[np.uint64], rows: NDArray[np.float32]
-    ) -> None: ...
-    def lookup(
-        self,
-        table: int,
-        signs: NDArray[np.uint64],
-        rows_out: NDArray[np.float32],
-        state_out: NDArray[np.uint8] | None = None,
-    ) -> int: ...
 
 
 def _check_is_read(method: str, arguments: tuple[Any, ...]) -> None:
@@ -481,8 +466,8 @@ class CacheMoment:
     version: str | None  # of the rows; None before there were any
     half: int  # number of the half that ``young`` is of
     num_flushes: int
-    young: RowCacheTable
-    old: RowCacheTable
+    young: RowTable
+    old: RowTable
 
 
 class RowCache:
@@ -502,7 +487,6 @@ class RowCache:
         ttl_s: float = 1.0,
         max_rows: int = 100_000,
         wanted: str = "",
-        new_table: Callable[[Sequence[int]], RowCacheTable] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if ttl_s <= 0.0 or max_rows < 2:
@@ -512,12 +496,11 @@ class RowCache:
             )
         self.dims, self.wanted = tuple(dims), wanted
         self._half_s, self._max_half = ttl_s / 2.0, max_rows // 2
-        self._new_table = new_table or _new_row_table
         self._clock = clock
         self._lock = threading.Lock()  # guards the rest
         self._half = -1  # number of the half that ``_young`` is of
-        self._young = self._new_table(self.dims)
-        self._old = self._new_table(self.dims)
+        self._young = RowTable(self.dims)
+        self._old = RowTable(self.dims)
         self._version: str | None = None
         self._num_flushes = 0
         self._counts: Counter[str] = Counter()
@@ -528,8 +511,8 @@ class RowCache:
         with self._lock:
             if half > self._half:
                 is_next = half == self._half + 1
-                self._old = self._young if is_next else self._new_table(self.dims)
-                self._young, self._half = self._new_table(self.dims), half
+                self._old = self._young if is_next else RowTable(self.dims)
+                self._young, self._half = RowTable(self.dims), half
             return CacheMoment(
                 self._version, self._half, self._num_flushes, self._young, self._old
             )
@@ -540,7 +523,7 @@ class RowCache:
             self._flush(None)
 
     def _flush(self, version: str | None) -> None:
-        self._young, self._old = self._new_table(self.dims), self._new_table(self.dims)
+        self._young, self._old = RowTable(self.dims), RowTable(self.dims)
         self._version = version
         self._num_flushes += 1
 
@@ -578,12 +561,6 @@ class RowCache:
         with self._lock:
             rows = len(self._young) + len(self._old)
             return {**self._counts, "flushes": self._num_flushes, "rows": rows}
-
-
-def _new_row_table(dims: Sequence[int]) -> RowCacheTable:
-    from persia._core.table.row_table import RowTable
-
-    return RowTable(dims)
 
 
 class _CachedClient:

@@ -51,6 +51,8 @@ _TOO_MANY = (
 )
 # gRPC messages that are read at the same time, at least.
 _LEAST_READERS = 16
+# Seconds that a process keeps away from a shared port at most; then it can say what is wrong.
+_LOADED_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ class ModelServer:
         opened: list[tuple[Any, int]] = []
         try:
             http = self._http_server()
+            if settings.shares_ports:
+                await self._wait_until_loaded(end)
             for frontend, port in (
                 (self._grpc_frontend(calls), settings.grpc_port),
                 (TorchServeFrontend(self._service, calls), settings.torchserve_port),
@@ -236,6 +240,19 @@ class ModelServer:
                 await grpc.stop(0)
             listener.close()
         return is_whole
+
+    async def _wait_until_loaded(self, end: asyncio.Event) -> None:
+        """Leave a shared port to the other processes until the models here were loaded.
+
+        A model that cannot be loaded is waited for no longer than the others.
+        """
+        repository, latest = self._service.repository, time.monotonic() + _LOADED_S
+        while not (end.is_set() or self._service.is_ready or time.monotonic() > latest):
+            states = {line.state for line in repository.index()}
+            if states and "LOADING" not in states:
+                return
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(end.wait(), 0.05)
 
     def _unary_calls(self) -> UnaryCalls:
         settings = self._settings

@@ -13,15 +13,14 @@ warmed up with recorded requests, and then served by the exchange of one pointer
 
 A load that takes longer than ``load_timeout_s`` counts as failed, and holds up nothing else; if
 it ends after all and is still wanted, it is used. With the policy ``latest`` the wanted version
-comes first; only while no version answers, those below it are tried too. A root that shows no
-model at all, as when a disk is away, unloads nothing.
+comes first, then those below it, down to the one that answers; below a version that
+``current.json`` names, others are tried only while none answers. A root that shows no model at
+all, as when a disk is away, unloads nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
 import time
 from collections import Counter
@@ -31,11 +30,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from persia._serving.bundle import MANIFEST, NAME, NUMBER, current_version
 from persia._serving.servable import Servable
 from persia._serving.warmup import FILE_NAME, WarmupRecorder, read_requests
 from persia.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     InternalError,
     ServiceTimeout,
     ServiceUnavailable,
@@ -50,9 +51,6 @@ logger = logging.getLogger(__name__)
 State = Literal["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
 Signature = tuple[int, ...]  # of a version's folder: another one says that it has changed
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_VERSION = re.compile(r"[1-9][0-9]{0,17}")
-_MAX_CURRENT_BYTES = 4096
 _SCAN_S = 60.0  # until a look at the folders that does not end is an error of the next one
 
 
@@ -76,7 +74,7 @@ class VersionPolicy:
         if text == "all":
             return cls("all")
         parts = [part.strip() for part in text.split(",")]
-        if not all(_VERSION.fullmatch(part) for part in parts):
+        if not all(NUMBER.fullmatch(part) for part in parts):
             raise ConfigError(
                 f"version policy: expected latest, all or numbers of versions, got {text!r}"
             )
@@ -168,7 +166,10 @@ class _Model:
         order = self.order()
         if self.policy.kind == "latest" and self.default is not None:
             number = self.default.number
-            order = order[: order.index(number)] if number in order else order[:1]
+            num_better = order.index(number) if number in order else 1
+            # One that is named is wanted alone: those below it may have been rolled back.
+            is_named = order[:1] == [self.current]
+            order = order[: min(num_better, 1) if is_named else num_better]
         else:
             order = [number for number in order if number not in self.live]
         return order + sorted(self.reload)
@@ -461,6 +462,7 @@ class _Switches:
                 requests = read_requests(path)
             except CheckpointError as error:
                 logger.warning("version is not warmed up by its own requests: %s", error)
+        num_own = len(requests)
         if self._recorder is not None:
             if not is_same:
                 self._recorder.forget(model.name)
@@ -471,6 +473,10 @@ class _Switches:
             try:
                 servable(inputs)
             except Exception as error:
+                is_own = number % len(requests) < num_own
+                if self._allow_schema_change and isinstance(error, DataError) and not is_own:
+                    # Of a version with other inputs, which is answering until the exchange.
+                    continue
                 raise CheckpointError(
                     f"recorded request {number % len(requests)}: expected an answer, got "
                     f"{type(error).__name__}: {error}"
@@ -569,7 +575,7 @@ class ModelRepository(_Switches):
         self._was_scanned = False  # guarded as the models are
         self._scan_problem = ""
         for name in models or ():
-            if not _NAME.fullmatch(name):
+            if not NAME.fullmatch(name):
                 raise ConfigError(f"model {name!r}: expected letters, digits, . _ and -")
             self._models[name] = self._new_model(name, True)
 
@@ -633,7 +639,8 @@ class ModelRepository(_Switches):
         try:
             found = self._scan()
             with self._changed:
-                self._was_scanned = True
+                # A root that was never read says nothing on which models there are.
+                self._was_scanned = self._was_scanned or found is not None
                 self._take(found)
                 now = self._clock()
                 for model in list(self._models.values()):
@@ -752,7 +759,7 @@ class ModelRepository(_Switches):
             ServiceUnavailable: If the wanted version cannot be loaded; says why.
             ServiceTimeout: If it takes longer; it goes on.
         """
-        if not _NAME.fullmatch(model):
+        if not NAME.fullmatch(model):
             raise UnknownModel(f"model {model!r}: expected letters, digits, . _ and -")
         with self._changed:
             if self._is_closed:
@@ -840,7 +847,7 @@ class ModelRepository(_Switches):
             names = sorted(path.name for path in root.iterdir())
             found = {}
             for name in names:
-                if _NAME.fullmatch(name) and _is_folder_inside(root / name, root):
+                if NAME.fullmatch(name) and _is_folder_inside(root / name, root):
                     found[name] = _scan_model(root / name, root)
         except OSError as error:
             if str(error) != self._scan_problem:
@@ -880,7 +887,7 @@ def _describe(model: _Model) -> list[VersionState]:
 
 def _parse_version(version: int | str) -> int:
     text = str(version)
-    if not _VERSION.fullmatch(text):
+    if not NUMBER.fullmatch(text):
         raise UnknownModel(f"version {version!r}: expected a whole number from 1")
     return int(text)
 
@@ -901,17 +908,17 @@ def _scan_model(folder: Path, root: Path) -> _Found:
     versions: dict[int, Signature] = {}
     try:
         for path in sorted(folder.iterdir()):
-            if _VERSION.fullmatch(path.name) and _is_folder_inside(path, root):
+            if NUMBER.fullmatch(path.name) and _is_folder_inside(path, root):
                 versions[int(path.name)] = _signature(path)
     except OSError as error:  # of this model alone: other ones are looked at
         return _Found({}, None, f"its folder cannot be read: {error}")
-    return _Found(versions, *_read_current(folder / "current.json", root))
+    return _Found(versions, *_read_current(folder))
 
 
 def _signature(folder: Path) -> Signature:
     """Return what differs between two contents of a folder that was replaced."""
     parts: list[int] = []
-    for path in (folder, folder / "persia-model.json"):
+    for path in (folder, folder / MANIFEST):
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -921,18 +928,9 @@ def _signature(folder: Path) -> Signature:
     return tuple(parts)
 
 
-def _read_current(path: Path, root: Path) -> tuple[int | None, str]:
-    """Return the version that the file names, None without a file, and what is wrong."""
+def _read_current(folder: Path) -> tuple[int | None, str]:
+    """Return the version that ``current.json`` names, None without it, and what is wrong."""
     try:
-        if not path.resolve().is_relative_to(root):
-            return None, "current.json leads out of the repository"
-        with path.open("rb") as file:
-            content = json.loads(file.read(_MAX_CURRENT_BYTES))
-    except FileNotFoundError:
-        return None, ""
-    except (OSError, ValueError, RecursionError) as error:
-        return None, f"current.json cannot be read: {error}"
-    number = content.get("version") if isinstance(content, dict) else None
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        return None, f"current.json: expected the number of a version, got {content!r}"
-    return number, ""
+        return current_version(folder), ""
+    except CheckpointError as error:
+        return None, str(error)

@@ -18,19 +18,18 @@ import io
 import json
 import logging
 import math
-import os
 import struct
 import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._files.storage import write_atomic
 from persia._serving.servable import Inputs
 from persia.errors import CheckpointError, DataTypeError
 
@@ -141,20 +140,7 @@ def write_requests(path: Path, requests: Iterable[Inputs]) -> None:
     head = json.dumps(header, separators=(",", ":")).encode()
     content = body.getvalue()
     prefix = _PREFIX.pack(_MAGIC, len(head), zlib.crc32(content, zlib.crc32(head)))
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            file.writelines((prefix, head, content))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            aside.unlink()
-        raise CheckpointError(
-            f"{path}: expected to write recorded requests, got: {error}"
-        ) from error
+    write_atomic(path, lambda aside: aside.write_bytes(prefix + head + content))
 
 
 def _encode(name: str, array: NDArray[Any]) -> tuple[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from persia import env
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from persia._training.backward import BackwardPipeline
+
+logger = logging.getLogger("persia.serving")
 
 
 class PublishingCtx(EmbeddingCtx):
@@ -60,7 +63,14 @@ class PublishingCtx(EmbeddingCtx):
 
         self._publisher = Publisher(every_s, begin)
 
-    def _end_publishing(self) -> None:
+    def _end_publishing(self, kind: object, error: BaseException | None, _: object) -> None:
         publisher, self._publisher = self._publisher, None
-        if publisher is not None:
+        if publisher is None:
+            return
+        try:
             publisher.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            # What the block itself raised is what leaves it.
+            logger.error("a version was not published: %s", failure)

@@ -238,7 +238,7 @@ class TrainCtx(PublishingCtx):
             connection.barrier = _step_barrier(self, engine, session)
         if self.rank_id == 0 and (self._report is not None or self._tensorboard is not None):
             connection.recorder = _recorder(self, connection, tracker, engine)
-        stack.callback(self._end_publishing)
+        stack.push(self._end_publishing)
         connection.backward, connection.folders = engine, folders
 
     def _finish(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 import numpy as np
 import pytest
@@ -154,7 +155,9 @@ def test_several_processes_serve_one_port(models: Path) -> None:
 
 def options(models: Path, **changes: object) -> ServeOptions:
     command = cli.commands["serve"]
-    context = command.make_context("serve", [str(models)])
+    # Without its group the command would keep other names of --help for tests that follow.
+    parent = click.Context(cli, **cli.context_settings)
+    context = command.make_context("serve", [str(models)], parent=parent)
     values = {**context.params, **changes}
     return ServeOptions(
         values.pop("repository"), values.pop("worker"), values.pop("workers"), values

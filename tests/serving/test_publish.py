@@ -38,6 +38,32 @@ def test_a_version_is_begun_when_it_is_due_and_a_failure_waits_for_the_end() -> 
         Publisher(0, begin)  # type: ignore[arg-type]
 
 
+def test_a_model_that_cannot_be_copied_stops_no_training() -> None:
+    now = [0.0]
+
+    def begin() -> object:
+        raise RuntimeError("only tensors created explicitly support deepcopy")
+
+    publisher = Publisher(10, begin, lambda: now[0])  # type: ignore[arg-type]
+    now[0] = 10
+    publisher.note_step()
+    assert publisher.stats()["failed"] == 1
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        publisher.close()
+
+
+def test_what_a_block_raises_leaves_it_though_a_version_failed(tmp_path: Path) -> None:
+    def leave() -> None:
+        with make_ctx() as ctx:
+            train(ctx, np.random.default_rng(0), 1)
+            ctx.publish(tmp_path / "clicks")
+            ctx._publisher._note_failure(CheckpointError("disk is full"))  # type: ignore[union-attr]
+            raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        leave()
+
+
 def test_training_publishes_and_an_older_version_comes_back(tmp_path: Path) -> None:
     rng, folder = np.random.default_rng(0), tmp_path / "clicks"
     with make_ctx() as ctx:

@@ -36,7 +36,6 @@ from persia._serving.remote_rows import (
     _CopiesClient,
 )
 from persia.errors import ConfigError, NotAllowed, ServiceBusy, ServiceError
-from tests.reference.row_table import ReferenceRowTable
 from tests.support.fixtures import Monkey
 from tests.support.services import SCHEMA, features, make_servers, make_worker
 from tests.support.waiting import PATIENCE_S, until
@@ -104,7 +103,7 @@ def check(place: Place, worker: Any, number: int = 0) -> bool:
 
 def new_cache(**options: Any) -> RowCache:
     dims = [table.dim for table in SCHEMA.tables]
-    return RowCache(dims, new_table=ReferenceRowTable, **options)
+    return RowCache(dims, **options)
 
 
 def test_a_worker_takes_copies_and_one_may_die_and_come_back(place: Place) -> None:

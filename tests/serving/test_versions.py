@@ -23,6 +23,7 @@ from persia._serving.versions import ModelRepository, VersionPolicy
 from persia._serving.warmup import FILE_NAME, WarmupRecorder, write_requests
 from persia.errors import (
     ConfigError,
+    DataError,
     PersiaError,
     ServiceTimeout,
     ServiceUnavailable,
@@ -50,6 +51,8 @@ class FakeModel:
             raise AssertionError("called after close")
         if self.fails:
             raise ValueError("no answer")
+        if set(inputs) != {"x"}:
+            raise DataError(f"expected x, got {sorted(inputs)}")
         self.seen.append(inputs)
         return {"version": np.full(len(inputs["x"]), self.version)}
 
@@ -388,6 +391,31 @@ def test_another_version_in_the_folder_is_refused(
     assert other.close(PATIENCE_S)
 
 
+def test_a_named_version_that_fails_brings_back_none_that_was_rolled_back(
+    tmp_path: Path, repository: ModelRepository, loader: Loader
+) -> None:
+    for version in (5, 6):
+        publish(tmp_path, version)
+    point(tmp_path, 5)
+    settle(repository)
+    loader.failing["m", 7] = OSError("broken")
+    publish(tmp_path, 7)
+    point(tmp_path, 7)
+    settle(repository)
+    assert answer(repository) == 5
+    assert ("m", 6) not in loader.loads
+
+
+def test_a_root_that_was_never_there_is_not_ready(tmp_path: Path, loader: Loader) -> None:
+    repository = ModelRepository(tmp_path / "root", load=loader)
+    repository.poll()
+    assert not repository.is_ready()
+    publish(tmp_path / "root", 1)
+    settle(repository)
+    assert repository.is_ready()
+    assert repository.close(PATIENCE_S)
+
+
 def test_a_root_that_is_away_unloads_nothing(
     tmp_path: Path, loader: Loader, clock: Clock
 ) -> None:
@@ -431,6 +459,24 @@ def test_other_inputs_are_refused_unless_allowed(
     assert ("y: none before" in reasons[0]) is not is_allowed
     # Requests of the form before would be wrong ones now.
     assert bool(recorder.requests("m")) is not is_allowed
+    assert repository.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_requests_of_the_inputs_before_refuse_a_version_unless_allowed(
+    tmp_path: Path, loader: Loader, is_allowed: bool
+) -> None:
+    recorder = WarmupRecorder(every=1)
+    repository = ModelRepository(
+        tmp_path, load=loader, recorder=recorder, allow_schema_change=is_allowed
+    )
+    publish(tmp_path, 1)
+    settle(repository)
+    # As one that was answered by an older version while this one took its place.
+    recorder.record("m", {"y": np.zeros(1, np.int64)})
+    publish(tmp_path, 2)
+    settle(repository)
+    assert answer(repository) == (2 if is_allowed else 1)
     assert repository.close(PATIENCE_S)
 
 
