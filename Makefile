@@ -101,6 +101,21 @@ soak-load: build  ## 50 data-loaders and 8 ranks at one worker for MINUTES=10: e
 proof-switch: build  ## five versions and deltas switched under REQUESTS=100000 requests: none mixed
 	$(BIN)/python -m tests.serving.proofs.switch --requests $(or $(REQUESTS),100000)
 
+.PHONY: proof-latency
+proof-latency: build  ## latency of serving ROWS=10000000 rows, beside a Triton of `make triton`
+	$(BIN)/python -m tests.serving.proofs.latency --judge --rows $(or $(ROWS),10000000)
+
+.PHONY: proof-fresh
+proof-fresh: build  ## seconds from a step of training to the request that sees it, UPDATES=200
+	$(BIN)/python -m tests.serving.proofs.fresh --judge --updates $(or $(UPDATES),200)
+
+.PHONY: proof-int8 proof-lookup
+proof-int8: build  ## AUC and bytes of served rows of int8 against float32 and training
+	$(BIN)/python -m tests.serving.proofs.int8
+
+proof-lookup: build  ## 2,000 keys looked up in 630,000 served rows: at most 0.10 ms
+	$(BIN)/python -m tests.benchmarks.serving_lookup --prove
+
 chaos-compose:  ## containers killed, paused, cut off for MINUTES=20 while they train (needs Docker)
 	MINUTES=$(or $(MINUTES),20) SEED=$(or $(SEED),1) $(PYTHON) -m tests.compose build chaos
 

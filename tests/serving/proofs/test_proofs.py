@@ -6,9 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.proofs import switch
+from tests.serving.proofs import fresh, int8, switch
 
 
 @pytest.mark.slow
 def test_no_answer_is_mixed_while_versions_and_rows_change(tmp_path: Path) -> None:
     assert switch.run(tmp_path, 1500, 8000, 2, judges=False) == 0
+
+
+@pytest.mark.slow
+def test_every_update_becomes_visible(tmp_path: Path) -> None:
+    assert fresh.run(tmp_path, 6, 0.5, judges=False) == 0
+
+
+@pytest.mark.slow
+def test_rows_of_int8_keep_the_auc_and_save_memory(tmp_path: Path) -> None:
+    assert int8.run(tmp_path, 12_000, 200_000) == 0

@@ -1,0 +1,293 @@
+"""Latency of one user x 100 candidates, beside the same Predictor in a real Triton.
+
+    python -m tests.serving.proofs.latency [--rows 10000000] [--rounds 40] [--judge]
+
+A DLRM of 26 id features and 13 dense values, rows of dim 16 in the serving process; one client,
+turns of 50 requests interleaved over all contenders. HTTP bodies are binary and the same bytes
+for both servers, and so are gRPC's messages. What is the server's own is a request
+without lookup and forward of the same Predictor in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from persia._serving.oip.proto import inference_pb2 as pb
+from persia._serving.triton import write_triton
+from persia.ctx import TrainCtx
+from persia.embedding.data import (
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.embedding.optim import Adagrad
+from persia.serving import Predictor
+from tests.benchmarks.local.dlrm import DLRM, NUM_DENSE, NUM_FEATURES, SLOTS
+from tests.serving.conformance.triton_host import python_path, triton_server, why_no_triton
+from tests.serving.proofs.support import (
+    CANDIDATES,
+    Lines,
+    ServeProcess,
+    binary_body,
+    percentile,
+)
+
+MODEL, BATCH, A_TURN, NUM_REQUESTS = "dlrm", 16_384, 50, 64
+NAMES = tuple(SLOTS)
+USER_FEATURES = NAMES[:10]  # one id for all candidates
+Inputs = dict[str, NDArray[Any]]
+Ask = Callable[[int], None]
+
+
+def export(models: Path, num_rows: int) -> None:
+    """Train every row once and export the model."""
+    torch.manual_seed(0)
+    net, rng = DLRM(), np.random.default_rng(0)
+    schema = {"feature_index_prefix_bit": 8, "slots_config": SLOTS}
+    with TrainCtx(
+        Adagrad(lr=0.1),
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        model=net,
+        embedding_config=schema,
+        mixed_precision=False,
+    ) as ctx:
+        for first in range(0, num_rows // NUM_FEATURES, BATCH):
+            ids = np.arange(first, first + BATCH, dtype=np.uint64)
+            batch = PersiaBatch(
+                [IDTypeFeatureWithSingleID(name, ids) for name in NAMES],
+                [NonIDTypeFeature(rng.random((BATCH, NUM_DENSE), np.float32), "dense")],
+                [Label(np.ones((BATCH, 1), np.float32))],
+            )
+            output, _ = ctx.forward(ctx.get_embedding_from_data(batch))
+            ctx.backward(output.mean())
+        ctx.export(models / MODEL)
+
+
+def requests(num_rows: int) -> list[Inputs]:
+    """Ids by a power law, one user in each request; all of one rank, as Triton wants it."""
+    rng = np.random.default_rng(1)
+    made = []
+    for _ in range(NUM_REQUESTS):
+        given: Inputs = {}
+        for name in NAMES:
+            size = 1 if name in USER_FEATURES else CANDIDATES
+            ranks = num_rows // NUM_FEATURES * rng.random((size, 1)) ** 3
+            given[name] = ranks.astype(np.int64)
+        given["dense"] = rng.random((CANDIDATES, NUM_DENSE), np.float32)
+        made.append(given)
+    return made
+
+
+def over_http(stack: ExitStack, port: int, given: list[Inputs]) -> Ask:
+    """Ask by a bare socket: a client's own time is not the server's."""
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    messages = []
+    for one in given:
+        body, headers = binary_body(one)
+        lines = [f"POST /v2/models/{MODEL}/infer HTTP/1.1", "Host: localhost"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
+        messages.append(head.encode() + body)
+
+    def ask(number: int) -> None:
+        connection.sendall(messages[number % NUM_REQUESTS])
+        reply, missing = b"", 1
+        while missing > 0:
+            reply += connection.recv(1 << 16)
+            head, _, body = reply.partition(b"\r\n\r\n")
+            length = re.search(rb"(?i)content-length: *(\d+)\r?\n", head + b"\n")
+            missing = int(length[1]) - len(body) if length else 1
+        assert head.startswith(b"HTTP/1.1 200"), reply[:500]
+        assert len(body) >= 4 * CANDIDATES
+
+    return ask
+
+
+def over_grpc(stack: ExitStack, address: str, given: list[Inputs]) -> Ask:
+    """Ask by messages that are made already."""
+    channel = stack.enter_context(grpc.insecure_channel(address))
+    infer: Any = channel.unary_unary(
+        "/inference.GRPCInferenceService/ModelInfer",
+        pb.ModelInferRequest.SerializeToString,
+        pb.ModelInferResponse.FromString,
+    )
+    messages = []
+    for one in given:
+        message = pb.ModelInferRequest(model_name=MODEL)
+        for name, array in one.items():
+            datatype = "INT64" if array.dtype == np.int64 else "FP32"
+            message.inputs.add(name=name, datatype=datatype, shape=array.shape)
+            message.raw_input_contents.append(array.tobytes())
+        messages.append(message)
+
+    def ask(number: int) -> None:
+        reply = infer(messages[number % NUM_REQUESTS], timeout=30)
+        assert len(reply.raw_output_contents[0]) == 4 * CANDIDATES
+
+    return ask
+
+
+def in_process(stack: ExitStack, bundle: Path, given: list[Inputs]) -> dict[str, Ask]:
+    """Return the Predictor, and its two parts."""
+    predictor = stack.enter_context(closing(Predictor(bundle)))
+    found: Any = predictor._program
+    with torch.inference_mode():
+        tensors = [
+            torch.rand(CANDIDATES, NUM_DENSE),
+            *(torch.rand(CANDIDATES, 16) for _ in NAMES),
+        ]
+
+    def forward(number: int) -> None:
+        with torch.inference_mode():
+            found(*tensors)
+
+    lookup, decode = predictor._lookup, predictor._decode
+    features = [decode(one)[0] for one in given]
+
+    def look_up(number: int) -> None:
+        assert lookup is not None
+        lookup(features[number % NUM_REQUESTS])
+
+    def ask(number: int) -> None:
+        predictor(given[number % NUM_REQUESTS])
+
+    return {"Predictor": ask, "lookup": look_up, "forward": forward}
+
+
+def measure(contenders: dict[str, Ask], rounds: int) -> dict[str, NDArray[np.float64]]:
+    """Return the milliseconds of each request of each contender."""
+    spent: dict[str, list[float]] = {name: [] for name in contenders}
+    names, rng = list(contenders), np.random.default_rng(2)
+    for turn in range(-2, rounds):
+        for name in rng.permutation(names).tolist():
+            ask = contenders[name]
+            for number in range(A_TURN):
+                began = time.perf_counter()
+                ask(turn * A_TURN + number)
+                if turn >= 0:
+                    spent[name].append(1e3 * (time.perf_counter() - began))
+    return {name: np.array(one) for name, one in spent.items()}
+
+
+def capacity(
+    stack: ExitStack, port: int, given: list[Inputs], seconds: float
+) -> tuple[float, NDArray[np.float64]]:
+    """Return requests a second of four clients that never pause, then times at half of it.
+
+    Times at half of the capacity are from the moment at which a request was to be sent.
+    """
+    asks = [over_http(stack, port, given) for _ in range(4)]
+    counts, late = [0] * len(asks), [[] for _ in asks]  # type: ignore[var-annotated]
+
+    def run(each: Callable[[int, float], None]) -> None:
+        end = time.monotonic() + seconds
+        threads = [threading.Thread(target=each, args=(one, end)) for one in range(len(asks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def flat_out(one: int, end: float) -> None:
+        while time.monotonic() < end:
+            asks[one](counts[one])
+            counts[one] += 1
+
+    run(flat_out)
+    rate = sum(counts) / seconds
+    pause = len(asks) / (rate / 2)
+
+    def at_half(one: int, end: float) -> None:
+        due = time.monotonic() + pause * one / len(asks)
+        while due < end:
+            time.sleep(max(0.0, due - time.monotonic()))
+            asks[one](len(late[one]))
+            late[one].append(1e3 * (time.monotonic() - due))
+            due += pause
+
+    run(at_half)
+    return rate, np.array([one for some in late for one in some])
+
+
+def contend(stack: ExitStack, folder: Path, given: list[Inputs]) -> tuple[dict[str, Ask], int]:
+    """Start all servers; return how each is asked, and the port of ours."""
+    server = ServeProcess(folder, "--threads", "1")
+    stack.callback(server.stop)
+    server.wait()
+    bundle = folder / "models" / MODEL / "1"
+    contenders = in_process(stack, bundle, given)
+    contenders["HTTP"] = over_http(stack, server.http_port, given)
+    contenders["gRPC"] = over_grpc(stack, f"127.0.0.1:{server.grpc_port}", given)
+    why = why_no_triton()
+    if why:
+        print(f"no Triton beside it: {why}")
+    else:
+        with closing(Predictor(bundle)) as predictor:
+            write_triton(
+                folder / "triton",
+                predictor.metadata(),
+                python_path=python_path(),
+                bundle=bundle,
+            )
+        host = stack.enter_context(triton_server(folder / "triton", folder / "log", MODEL))
+        contenders["Triton HTTP"] = over_http(stack, int(host.http.split(":")[1]), given)
+        contenders["Triton gRPC"] = over_grpc(stack, host.grpc, given)
+    return contenders, server.http_port
+
+
+def report(lines: Lines, found: dict[str, NDArray[np.float64]]) -> None:
+    middle = {name: percentile(times, 50) for name, times in found.items()}
+    for name, times in found.items():
+        p99 = percentile(times, 99)
+        lines.show(name, f"p50 {middle[name]:.3f} ms, p99 {p99:.3f}")
+    inner = middle["lookup"] + middle["forward"]
+    lines.show_time("HTTP p50", middle["HTTP"], "ms", 1.5)
+    lines.show_time("HTTP p99", percentile(found["HTTP"], 99), "ms", 3.0)
+    lines.show_time("HTTP p50 without lookup and forward", middle["HTTP"] - inner, "ms", 0.4)
+    lines.show_time("gRPC p50 without lookup and forward", middle["gRPC"] - inner, "ms", 0.6)
+    for way, bound in (("HTTP", 1.0), ("gRPC", 1.2)):
+        if f"Triton {way}" in middle:
+            ratio = middle[way] / middle[f"Triton {way}"]
+            lines.show_time(f"{way} p50 / Triton's", ratio, "", bound)
+
+
+def main() -> int:
+    """Measure and judge."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--judge", action="store_true", help="exit 1 for a time too long")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = Lines(f"latency, {options.rows} rows", options.judge)
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        export(folder / "models", options.rows)
+        given = requests(options.rows)
+        contenders, port = contend(stack, folder, given)
+        report(lines, measure(contenders, options.rounds))
+        rate, late = capacity(stack, port, given, options.seconds)
+        lines.show("capacity", f"{rate * CANDIDATES:.0f} candidates/s")
+        p50, p99 = percentile(late, 50), percentile(late, 99)
+        lines.show("at half of it", f"p50 {p50:.3f} ms, p99 {p99:.3f}")
+    return lines.end()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
