@@ -37,7 +37,7 @@ def test_a_model_is_exported_served_and_asked(
     (tmp_path / program.file).write_text(program.text, encoding="utf-8")
     ran = run("-W", "error", program.file, cwd=tmp_path, env=without_persia(), timeout_s=240)
     assert ran.returncode == 0, ran.stderr
-    assert block("sh", piece="launcher serve").text == "persia-launcher serve models\n"
+    assert block("sh", piece="launcher serve models\n").text == "persia-launcher serve models\n"
     with launched(tmp_path / "models", loader=None) as (_, url, grpc):
         until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
         places = {"127.0.0.1:8080": url.partition("//")[2], "127.0.0.1:9000": grpc}
@@ -74,7 +74,11 @@ def test_a_model_is_exported_served_and_asked(
 def test_options_of_the_page_exist() -> None:
     text = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(--[a-z][a-z-]+)", text)) - {"--model", "--sample", "--output"}
-    ran = run("-m", "persia.launcher", "serve", "--help", env=without_persia(), timeout_s=60)
-    assert ran.returncode == 0, ran.stderr
-    assert {name for name in named if name not in ran.stdout} == set()
+    known = ""
+    for command in ("serve", "embedding-parameter-server"):
+        asked = ("-m", "persia.launcher", command, "--help")
+        ran = run(*asked, env=without_persia(), timeout_s=60)
+        assert ran.returncode == 0, ran.stderr
+        known += ran.stdout
+    assert {name for name in named if name not in known} == set()
     assert len(named) > 15
