@@ -99,7 +99,7 @@ soak-load: build  ## 50 data-loaders and 8 ranks at one worker for MINUTES=10: e
 
 .PHONY: proof-switch
 proof-switch: build  ## five versions and deltas switched under REQUESTS=100000 requests: none mixed
-	$(BIN)/python -m tests.serving.proofs.switch --requests $(or $(REQUESTS),100000)
+	$(BIN)/python -m tests.serving.proofs.switch --judge --requests $(or $(REQUESTS),100000)
 
 .PHONY: proof-latency
 proof-latency: build  ## latency of serving ROWS=10000000 rows, beside a Triton of `make triton`

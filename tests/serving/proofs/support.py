@@ -63,9 +63,9 @@ class Trainer:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def wait_for(self, did: str, count: int = 1) -> None:
+    def wait_for(self, did: str, count: int = 1, patience_s: float = START_S) -> None:
         """Wait until it has reported this number of them."""
-        until(lambda: self.count(did) >= count or self.process.poll() is not None, START_S)
+        until(lambda: self.count(did) >= count or self.process.poll() is not None, patience_s)
         assert self.count(did) >= count, Path(self._log.name).read_text()[-3000:]
 
     def count(self, did: str) -> int:
@@ -259,26 +259,49 @@ class Cuts:
 
 
 class Clients:
-    """Threads that ask without a pause, and check what they get."""
+    """Threads that check what they get; they ask without a pause, or ``rate`` times a second.
+
+    With a rate a request begins when it was due, however long those before it took: what a
+    server that stands still does to all who come meanwhile is seen.
+    """
 
     def __init__(
-        self, port: Callable[[], int], cuts: Cuts, num_ids: int, count: int, repeats: bool
+        self,
+        port: Callable[[], int],
+        cuts: Cuts,
+        num_ids: int,
+        count: int,
+        repeats: bool,
+        rate: float | None = None,
     ) -> None:
         self._port, self._cuts, self._repeats = port, cuts, repeats
+        self._pause_s = None if rate is None else count / rate
         self._end = threading.Event()
         self.seen = [Seen() for _ in range(count)]
         self.waits_s = 0.0
         self._threads = [
-            threading.Thread(target=self._ask, args=(seen, requests_of(num_ids)))
-            for seen in self.seen
+            threading.Thread(
+                target=self._ask,
+                args=(seen, requests_of(num_ids), time.monotonic() + number * self._first_s()),
+            )
+            for number, seen in enumerate(self.seen)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _ask(self, seen: Seen, bodies: Iterator[tuple[bytes, dict[str, str]]]) -> None:
+    def _first_s(self) -> float:
+        """Return the seconds between the first requests of two threads."""
+        return 0.0 if self._pause_s is None else self._pause_s / len(self.seen)
+
+    def _ask(
+        self, seen: Seen, bodies: Iterator[tuple[bytes, dict[str, str]]], due: float
+    ) -> None:
         connection: Connection | None = None
         while not self._end.is_set():
             began = time.monotonic()
+            if self._pause_s is not None:
+                time.sleep(max(0.0, due - began))
+                began, due = due, due + self._pause_s
             try:
                 connection = connection or Connection(self._port())
                 version, values = connection.ask(*next(bodies))
@@ -301,9 +324,15 @@ class Clients:
     def count(self) -> int:
         return sum(len(one.ended) for one in self.seen)
 
-    def wait_until(self, is_so: Callable[[], bool], patience_s: float = START_S) -> None:
+    def wait_until(
+        self, is_so: Callable[[], bool], patience_s: float = 3600.0, *, look_s: float = 0.02
+    ) -> None:
         """Wait until it is so; an error if no client is left."""
-        until(lambda: is_so() or not any(t.is_alive() for t in self._threads), patience_s)
+        until(
+            lambda: is_so() or not any(t.is_alive() for t in self._threads),
+            patience_s,
+            look_s=look_s,
+        )
 
     def stop(self) -> None:
         self._end.set()

@@ -1,129 +1,255 @@
 """Five versions switched under load, while rows of a training come: no mixed answer.
 
-    python -m tests.serving.proofs.switch [--requests 100000] [--rows 50000] [--short]
+    python -m tests.serving.proofs.switch [--requests 100000] [--rows 100000] [--judge]
 
-Rows and weights count the steps of training, so each answer is known from the version that it
-names and from one number, which all rows in it have to share: not less than the version's cut,
-and never less than before. Times are compared to those before training went on.
+A training writes versions and packets of its log first; they are put away, and later renamed
+into place at their times, so that the machine's cores are the server's and the clients'. Rows
+and weights count the steps of training: each answer is known from the version that it names and
+from one number, which all rows in it have to share: not less than the version's cut, and never
+less than before. Requests begin at fixed times whatever becomes of those before them.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import tempfile
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
-import numpy as np
-
+from persia._serving.bundle import MANIFEST, set_current
 from tests.serving.proofs.support import (
     Clients,
     Cuts,
     Lines,
-    deployment,
+    ServeProcess,
+    Trainer,
     percentile,
     wait_for_version,
 )
-from tests.serving.proofs.trainer import FEATURES
+from tests.serving.proofs.trainer import MODEL
 
 FLUSH_S = 0.5
 SWITCHES = 5
-# Seconds of each part of a run, at least.
-PHASE_S = 4.0
+CLIENTS = 8
+TOKEN = "asks for the index"
+# Parts of a run: without deltas, with them, and with versions.
+QUIET, DELTAS, SWITCHED = 0.15, 0.25, 0.6
 
 
-def switched_at(clients: Clients) -> list[float]:
-    """Return when each version after the first was first answered."""
-    first: dict[int, float] = {}
-    for seen in clients.seen:
-        for version, ended in zip(seen.versions, seen.ended, strict=False):
-            first[version] = min(ended, first.get(version, ended))
-    return [first[version] for version in sorted(first)[1:]]
+class Recorded:
+    """Packets and versions of a training that has ended, to be published again."""
 
+    def __init__(self, folder: Path, rows: int, packets: int) -> None:
+        self._models, self._logs = folder / "models" / MODEL, folder / "log"
+        self._aside = folder / "aside"
+        self._train(folder, rows, packets)
+        hidden = [path.name for path in self._models.iterdir() if path.name.isdigit()]
+        first = (self._models / "1" / MANIFEST).stat().st_mtime
+        self.versions = sorted(int(name) for name in hidden if name != "1")
+        made = {
+            version: (self._models / str(version) / MANIFEST).stat().st_mtime
+            for version in self.versions
+        }
+        said = [path for path in self._logs.glob("*/*.json") if path.stat().st_mtime > first]
+        self.packets = sorted(said, key=lambda path: path.stat().st_mtime)
+        times = [path.stat().st_mtime for path in self.packets]
+        # Packets that have to be there before a version is: all that were when it was made.
+        self.needed = {version: sum(one <= at for one in times) for version, at in made.items()}
+        for version in self.versions:
+            self._move(self._models / str(version), back=False)
+        set_current(self._models, 1)
+        for packet in self.packets:
+            self._move(packet, back=False)
+            self._move(packet.with_suffix(""), back=False)
 
-def has_phase(clients: Clients, goal: int, begin: float) -> bool:
-    """Whether that number of requests was answered, and long enough for several deltas."""
-    return clients.count() >= goal and time.monotonic() >= begin + PHASE_S
-
-
-def rows_a_second(clients: Clients, rows: int, begin: float, end: float) -> float:
-    """Return how many rows of deltas were seen to be replaced, a second."""
-    moments: set[float] = set()
-    for seen in clients.seen:
-        found = zip(seen.steps, seen.ended, strict=False)
-        moments |= {steps for steps, ended in found if begin <= ended <= end}
-    return rows * max(0, len(moments) - 1) / (end - begin)
-
-
-def run(folder: Path, requests: int, rows: int, num_clients: int, *, judges: bool) -> int:
-    """Print the table; returns the status."""
-    lines = Lines(f"switch: {requests} requests of 1 user and 100 candidates", judges)
-    with deployment(folder, rows, FLUSH_S) as (trainer, server):
-        clients = Clients(
-            lambda: server.http_port, Cuts(folder), rows // len(FEATURES), num_clients, False
-        )
+    def _train(self, folder: Path, rows: int, packets: int) -> None:
+        trainer = Trainer(folder, "--rows", str(rows), "--flush", str(FLUSH_S))
         try:
-            share = requests // (SWITCHES + 2)
-            clients.wait_until(lambda: clients.count() >= share // 10)  # warm
-            quiet = time.monotonic()
-            goal = clients.count() + share
-            clients.wait_until(lambda: has_phase(clients, goal, quiet))
-            deltas = time.monotonic()
+            trainer.wait_for("begin")
+            trainer.tell("step")
+            trainer.wait_for("step")
+            trainer.tell("publish")
+            wait_for_version(folder, 1)
             trainer.tell(f"rate {1 / FLUSH_S}")
-            later = clients.count() + share
-            clients.wait_until(lambda: has_phase(clients, later, deltas))
-            loaded = time.monotonic()
             for number in range(SWITCHES):
+                share = (DELTAS + SWITCHED * (number + 0.5) / SWITCHES) / (DELTAS + SWITCHED)
+                trainer.wait_for("step", 1 + int(packets * share), packets * 10.0)
                 trainer.tell("publish")
                 wait_for_version(folder, number + 2)
-                goal = clients.count() + share // 2
-                version = number + 2
-                clients.wait_until(
-                    lambda: (
-                        clients.count() >= goal  # noqa: B023
-                        and all(one.versions[-1] >= version for one in clients.seen)  # noqa: B023
-                    )
-                )
-            clients.wait_until(lambda: clients.count() >= requests, 3600)
-            end = time.monotonic()
+            trainer.wait_for("step", 1 + packets, packets * 10.0)
+        finally:
+            trainer.stop()
+
+    def _move(self, path: Path, *, back: bool) -> None:
+        aside = self._aside / path.name
+        self._aside.mkdir(exist_ok=True)
+        if back:
+            aside.rename(path)
+        else:
+            path.rename(aside)
+
+    def publish_packet(self, number: int) -> None:
+        packet = self.packets[number]
+        self._move(packet.with_suffix(""), back=True)
+        self._move(packet, back=True)
+
+    def publish_version(self, version: int) -> None:
+        self._move(self._models / str(version), back=True)
+        set_current(self._models, version)
+
+
+class Replay:
+    """Publishes packets every ``pause_s``, in a thread, until it is stopped."""
+
+    def __init__(self, recorded: Recorded, pause_s: float) -> None:
+        self._recorded, self._pause_s = recorded, pause_s
+        self._end, self.published = threading.Event(), 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while self.published < len(self._recorded.packets):
+            self._recorded.publish_packet(self.published)
+            self.published += 1
+            due += self._pause_s
+            if self._end.wait(max(0.0, due - time.monotonic())):
+                return
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join(60)
+
+
+def states(server: ServeProcess) -> list[tuple[int, str]]:
+    """Return the versions that the server says it has, with their states."""
+    with closing(
+        http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
+    ) as asked:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        asked.request("POST", "/v2/repository/index", b"{}", headers)
+        found = json.loads(asked.getresponse().read())
+    return [(int(one["version"]), one["state"]) for one in found]
+
+
+def switch(recorded: Recorded, clients: Clients, server: ServeProcess, version: int) -> float:
+    """Publish a version; return when the one before was closed."""
+    recorded.publish_version(version)
+    clients.wait_until(lambda: all(one.versions[-1] >= version for one in clients.seen))
+    clients.wait_until(lambda: states(server) == [(version, "READY")], look_s=0.05)
+    return time.monotonic()
+
+
+def run(
+    folder: Path,
+    requests: int,
+    rows: int,
+    rate: float,
+    rows_a_second: float = 100_000,
+    *,
+    judges: bool,
+) -> int:
+    """Print the table; returns the status."""
+    lines = Lines(f"switch: {requests} requests of 1 user and 100 candidates", judges)
+    seconds = requests / rate
+    packets = max(SWITCHES + 1, int((DELTAS + SWITCHED) * seconds * rows_a_second / rows))
+    recorded = Recorded(folder, rows, packets)
+    (folder / "token").write_text(TOKEN)
+    server = ServeProcess(folder, "--control-token-file", str(folder / "token"))
+    windows: list[tuple[float, float]] = []
+    memory = [0]
+    try:
+        server.wait()
+        clients = Clients(
+            lambda: server.http_port, Cuts(folder), rows // 8, CLIENTS, False, rate=rate
+        )
+        try:
+            clients.wait_until(lambda: clients.count() >= rate)  # warm
+            goal = clients.count() + QUIET * requests
+            quiet, memory[0] = time.monotonic(), server.memory()
+            clients.wait_until(lambda: clients.count() >= goal)
+            deltas = time.monotonic()
+            replay = Replay(recorded, (DELTAS + SWITCHED) * seconds / len(recorded.packets))
+            try:
+                goal += DELTAS * requests
+                clients.wait_until(lambda: clients.count() >= goal)
+                loaded = time.monotonic()
+                for version in recorded.versions:
+                    until_s = recorded.needed[version]
+                    clients.wait_until(lambda: replay.published >= until_s)  # noqa: B023
+                    begin = time.monotonic()
+                    end = switch(recorded, clients, server, version)
+                    windows.append((begin, max(end, begin + 1.0)))
+                    memory.append(server.memory())
+                clients.wait_until(lambda: clients.count() >= requests)
+                end = time.monotonic()
+            finally:
+                replay.stop()
         finally:
             clients.stop()
-    switches = switched_at(clients)
-    lines.show("requests answered", str(clients.count()))
-    lines.show_none("failed", clients.faults("failed"))
-    lines.show_none("mixed", clients.faults("mixed"))
-    lines.show_none("with zeros", clients.faults("zeros"))
-    lines.show(
-        "versions switched", str(len(switches)), str(SWITCHES), holds=len(switches) == SWITCHES
-    )
-    rate = rows_a_second(clients, rows, deltas, end)
-    lines.show("rows of deltas a second", f"{rate:,.0f}", "above 0", holds=rate > 0)
-    before = clients.milliseconds([(quiet, deltas)])
-    beside = clients.milliseconds([(deltas + FLUSH_S, loaded)])
-    during = clients.milliseconds([(at - 0.5, at + 0.5) for at in switches])
-    for name, found in (("quiet", before), ("beside deltas", beside), ("in switches", during)):
-        p50, p99 = percentile(found, 50), percentile(found, 99)
-        lines.show(f"{name}: p50, p99", f"{p50:.2f}, {p99:.2f} ms")
-    worst = [percentile(clients.milliseconds([(at - 0.5, at + 0.5)]), 99) for at in switches]
-    lines.show("worst p99 in the second of one switch", f"{np.max(worst, initial=0):.2f} ms")
-    quiet_p99 = percentile(before, 99)
-    lines.show_time("p99 beside deltas / quiet", percentile(beside, 99) / quiet_p99, "", 1.5)
-    lines.show_time("p99 in switches / quiet", percentile(during, 99) / quiet_p99, "", 2.0)
+    finally:
+        server.stop()
+    report(lines, clients, windows, rows * replay.published / (end - deltas))
+    judge_times(lines, clients, (quiet, deltas), (deltas + 1.0, loaded), windows)
+    grown = max(memory) / memory[0]
+    lines.show("resident memory: at first, most", f"{memory[0] >> 20}, x{grown:.2f}")
     return lines.end()
+
+
+def report(
+    lines: Lines, clients: Clients, windows: list[tuple[float, float]], rows_a_second: float
+) -> None:
+    lines.show("requests answered", str(clients.count()))
+    for name, kind in (("failed", "failed"), ("mixed", "mixed"), ("with zeros", "zeros")):
+        lines.show_none(name, clients.faults(kind))
+    seen = {version for one in clients.seen for version in one.versions}
+    holds = len(windows) == SWITCHES and len(seen) == SWITCHES + 1
+    lines.show("versions switched", str(len(seen) - 1), str(SWITCHES), holds=holds)
+    lines.show("rows of deltas a second", f"{rows_a_second:,.0f}")
+    took = ", ".join(f"{end - begin:.1f}" for begin, end in windows)
+    lines.show("seconds from current.json to closed", took)
+
+
+def judge_times(
+    lines: Lines,
+    clients: Clients,
+    quiet: tuple[float, float],
+    beside: tuple[float, float],
+    windows: list[tuple[float, float]],
+) -> None:
+    times = {
+        "quiet": clients.milliseconds([quiet]),
+        "beside deltas": clients.milliseconds([beside]),
+        "in switches": clients.milliseconds(windows),
+    }
+    for name, found in times.items():
+        p50, p99, p999 = (percentile(found, q) for q in (50, 99, 99.9))
+        lines.show(f"{name}: p50, p99, p99.9", f"{p50:.2f}, {p99:.2f}, {p999:.2f} ms")
+    single = [percentile(clients.milliseconds([one]), 99) for one in windows]
+    lines.show("p99 in each switch", ", ".join(f"{one:.2f}" for one in single))
+    p99 = percentile(times["quiet"], 99)
+    lines.show_time(
+        "p99 beside deltas / quiet", percentile(times["beside deltas"], 99) / p99, "", 1.5
+    )
+    lines.show_time(
+        "p99 in switches / quiet", percentile(times["in switches"], 99) / p99, "", 2.0
+    )
 
 
 def main() -> int:
     """Run it in a folder that is removed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--rows", type=int, default=50_000)
-    parser.add_argument("--clients", type=int, default=2)
-    parser.add_argument("--short", action="store_true", help="1,500 requests; times not judged")
+    parser.add_argument("--rows", type=int, default=100_000, help="of each packet")
+    parser.add_argument("--rate", type=float, default=400.0, help="requests a second")
+    parser.add_argument("--judge", action="store_true", help="exit 1 for a time too long")
     given = parser.parse_args()
-    requests = 1500 if given.short else given.requests
-    rows = 8000 if given.short else given.rows
     with tempfile.TemporaryDirectory(prefix="persia-proof-") as folder:
-        return run(Path(folder), requests, rows, given.clients, judges=not given.short)
+        return run(Path(folder), given.requests, given.rows, given.rate, judges=given.judge)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from tests.serving.proofs import fresh, int8, switch
 
 @pytest.mark.slow
 def test_no_answer_is_mixed_while_versions_and_rows_change(tmp_path: Path) -> None:
-    assert switch.run(tmp_path, 1500, 8000, 2, judges=False) == 0
+    assert switch.run(tmp_path, 1500, 8000, 100.0, 20_000, judges=False) == 0
 
 
 @pytest.mark.slow
