@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -28,6 +29,7 @@ _logger = logging.getLogger(__name__)
 _MB = 1 << 20
 # Seconds: for models to be closed after the last request.
 _CLOSE_S = 10.0
+_SWITCH_INTERVAL_S = 1e-4
 
 _PATH = click.Path(path_type=Path)
 _PORT = click.IntRange(0, 65535)
@@ -237,6 +239,9 @@ def _run_one(options: ServeOptions, settings: ListenSettings) -> int:
     from persia._serving.versions import ModelRepository, VersionPolicy
     from persia._serving.warmup import WarmupRecorder
 
+    # A thread that waits for the interpreter's lock gets it after this time. Beside a version
+    # that is loading, 5 ms (the default) is what a request would wait at each of its hops.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     values = options.values
     policies = {}
     for text in values["policies"]:
@@ -296,6 +301,10 @@ def _announce(settings: ListenSettings) -> Any:
     scheme = "https" if settings.tls_cert else "http"
 
     def announce(ports: ListeningPorts) -> None:
+        # What is there now, torch above all, stays: a collection need not look at it while
+        # every thread waits.
+        gc.collect()
+        gc.freeze()
         # Scripts that asked for port 0 read this line.
         line = f"serving at {scheme}://{settings.host}:{ports.http}"
         line += f", gRPC at {settings.host}:{ports.grpc}" if ports.grpc else ""

@@ -20,6 +20,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from persia._files import catalog
+from persia._files.open import open_storage
 from persia._serving.bundle import MANIFEST, set_current
 from tests.serving.proofs.support import (
     Clients,
@@ -40,6 +42,11 @@ TOKEN = "asks for the index"
 QUIET, DELTAS, SWITCHED = 0.15, 0.25, 0.6
 
 
+def _num_rows(manifest: Path) -> int:
+    storage = open_storage(str(manifest.parent))
+    return catalog.load(storage, manifest.stem).num_rows
+
+
 class Recorded:
     """Packets and versions of a training that has ended, to be published again."""
 
@@ -56,6 +63,8 @@ class Recorded:
         }
         said = [path for path in self._logs.glob("*/*.json") if path.stat().st_mtime > first]
         self.packets = sorted(said, key=lambda path: path.stat().st_mtime)
+        # A flush may find a part of the rows of a step: a packet has as many as it says.
+        self.sizes = [_num_rows(path) for path in self.packets]
         times = [path.stat().st_mtime for path in self.packets]
         # Packets that have to be there before a version is: all that were when it was made.
         self.needed = {version: sum(one <= at for one in times) for version, at in made.items()}
@@ -103,11 +112,11 @@ class Recorded:
 
 
 class Replay:
-    """Publishes packets every ``pause_s``, in a thread, until it is stopped."""
+    """Publishes packets, each in the time for its rows, in a thread, until it is stopped."""
 
-    def __init__(self, recorded: Recorded, pause_s: float) -> None:
-        self._recorded, self._pause_s = recorded, pause_s
-        self._end, self.published = threading.Event(), 0
+    def __init__(self, recorded: Recorded, rows_a_second: float) -> None:
+        self._recorded, self._rows_a_second = recorded, rows_a_second
+        self._end, self.published, self.num_rows = threading.Event(), 0, 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -115,8 +124,10 @@ class Replay:
         due = time.monotonic()
         while self.published < len(self._recorded.packets):
             self._recorded.publish_packet(self.published)
+            size = self._recorded.sizes[self.published]
             self.published += 1
-            due += self._pause_s
+            self.num_rows += size
+            due += size / self._rows_a_second
             if self._end.wait(max(0.0, due - time.monotonic())):
                 return
 
@@ -173,7 +184,7 @@ def run(
             quiet, memory[0] = time.monotonic(), server.memory()
             clients.wait_until(lambda: clients.count() >= goal)
             deltas = time.monotonic()
-            replay = Replay(recorded, (DELTAS + SWITCHED) * seconds / len(recorded.packets))
+            replay = Replay(recorded, rows_a_second)
             try:
                 goal += DELTAS * requests
                 clients.wait_until(lambda: clients.count() >= goal)
@@ -193,7 +204,7 @@ def run(
             clients.stop()
     finally:
         server.stop()
-    report(lines, clients, windows, rows * replay.published / (end - deltas))
+    report(lines, clients, windows, replay.num_rows / (end - deltas))
     judge_times(lines, clients, (quiet, deltas), (deltas + 1.0, loaded), windows)
     grown = max(memory) / memory[0]
     lines.show("resident memory: at first, most", f"{memory[0] >> 20}, x{grown:.2f}")
