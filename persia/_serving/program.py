@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import io
 import json
 import re
@@ -387,19 +388,91 @@ def load_program(data: bytes, form: str, place: str = "program") -> Program:
                 warnings.simplefilter("ignore")
                 return torch.jit.load(io.BytesIO(data), map_location="cpu")  # type: ignore[no-any-return, no-untyped-call]
         check_archive(data, place)
-        from torch.export import load
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return _direct(load(io.BytesIO(data)))
+        return _load_exported(data)
     except CheckpointError:
         raise
     except Exception as exc:
         raise CheckpointError(f"{place}: cannot be read as a program: {exc!s:.400}") from exc
 
 
-def _direct(program: ExportedProgram) -> Program:
-    """Return a program's graph to be called with its flat tensors alone.
+# Weights of a traced program, and what in its file says nothing of the graph.
+_WEIGHT = re.compile(r"[^/]+/data/weights/(weight_[0-9]+)")
+_IDENTITY = ".data/serialization_id"
+_MAX_GRAPHS = 8
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The graph of a program, to be called with other weights."""
+
+    module: Callable[..., Sequence[torch.Tensor]]
+    weights: Mapping[str, torch.Tensor]  # on the device "meta", by their members
+    fixed: tuple[str | torch.Tensor, ...]  # first arguments: a weight's member, or a constant
+
+    def bind(self, weights: Mapping[str, torch.Tensor]) -> Program:
+        """Return the program with these weights."""
+        fixed = (weights[one] if isinstance(one, str) else one for one in self.fixed)
+        return functools.partial(self.module, *fixed)
+
+    def takes(self, members: Mapping[str, bytes]) -> bool:
+        """Return whether these bytes can be its weights."""
+        return {name: like.nbytes for name, like in self.weights.items()} == {
+            name: len(data) for name, data in members.items()
+        }
+
+    def read(self, member: str, data: bytes) -> torch.Tensor:
+        """Return a weight from its bytes."""
+        like = self.weights[member]
+        # Cloned: torch's own memory has the alignment that its kernels are fastest with.
+        return torch.frombuffer(bytearray(data), dtype=like.dtype).reshape(like.shape).clone()
+
+
+_graphs: dict[bytes, _Graph] = {}  # by all of a file but the weights
+
+
+def _load_exported(data: bytes) -> Program:
+    """Read a program, or the weights alone where a graph like its own was read before.
+
+    torch takes 10 ms and more to make a graph, in Python: no request would be answered for as
+    long at each version, and the versions of a training differ in their weights.
+    """
+    from torch.export import load
+
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    digest, weights = hashlib.sha256(), {}
+    for name in sorted(archive.namelist()):
+        if found := _WEIGHT.fullmatch(name):
+            weights[found[1]] = archive.read(name)
+        elif not name.endswith(_IDENTITY):
+            digest.update(f"{name} {archive.getinfo(name).file_size} ".encode())
+            digest.update(archive.read(name))
+    key = digest.digest()
+    graph = _graphs.get(key)
+    if graph is not None and graph.takes(weights):
+        return graph.bind({name: graph.read(name, one) for name, one in weights.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        called, graph = _direct(load(io.BytesIO(data)), _members(archive))
+    if graph is not None and graph.takes(weights):
+        while len(_graphs) >= _MAX_GRAPHS:
+            _graphs.pop(next(iter(_graphs)), None)
+        _graphs[key] = graph
+    return called
+
+
+def _members(archive: zipfile.ZipFile) -> dict[str, str]:
+    """Return the member of each weight, by the weight's name."""
+    for name in archive.namelist():
+        if name.endswith("/data/weights/model_weights_config.json"):
+            config = json.loads(archive.read(name))["config"]
+            return {weight: one["path_name"] for weight, one in config.items()}
+    return {}
+
+
+def _direct(
+    program: ExportedProgram, members: Mapping[str, str]
+) -> tuple[Program, _Graph | None]:
+    """Return a program to be called with its flat tensors alone, and its graph if it has one.
 
     ``program.module()`` compares every size of every call with symbols in Python, which takes
     four times as long as a small net. A request's sizes are compared when it is decoded, and
@@ -407,16 +480,24 @@ def _direct(program: ExportedProgram) -> Program:
     """
     from torch.export.graph_signature import InputKind, OutputKind
 
-    signature = program.graph_signature
-    held = {**program.state_dict, **program.constants}
+    signature, state = program.graph_signature, program.state_dict
+    held = {**state, **program.constants}
     num_inputs = sum(one.kind is InputKind.USER_INPUT for one in signature.input_specs)
-    fixed = signature.input_specs[: len(signature.input_specs) - num_inputs]
-    if any(one.target not in held for one in fixed) or any(
+    num_fixed = len(signature.input_specs) - num_inputs
+    targets = [str(one.target) for one in signature.input_specs[:num_fixed]]
+    if any(one not in held for one in targets) or any(
         one.kind is not OutputKind.USER_OUTPUT for one in signature.output_specs
     ):  # it changes its own tensors, or has inputs of another kind
-        found: Program = program.module(check_guards=False)
-        return found
-    return functools.partial(program.graph_module, *(held[str(one.target)] for one in fixed))
+        return program.module(check_guards=False), None
+    called = functools.partial(program.graph_module, *(held[one] for one in targets))
+    if any(
+        name not in members or not one.numel() or not one.is_contiguous()
+        for name, one in state.items()
+    ):
+        return called, None
+    weights = {members[name]: one.detach().to("meta") for name, one in state.items()}
+    fixed = tuple(members[one] if one in state else held[one] for one in targets)
+    return called, _Graph(program.graph_module, weights, fixed)
 
 
 def check_archive(data: bytes, place: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from persia._serving import program
 from persia._serving.program import Layout, load_program, trace
 from persia.errors import CheckpointError, ConfigError
 
@@ -86,3 +87,72 @@ def test_batches_are_cut_and_doubled() -> None:
     assert (len(middle[0]), len(middle[1])) == (2, 2)
     assert middle[2].tolist() == [0, 0, 2]
     assert LAYOUT.double(middle)[2].tolist() == [0, 0, 2, 2, 4]
+
+
+class Odd(torch.nn.Module):
+    """Has weights that are shared, transposed, a view, empty and constant."""
+
+    part: torch.Tensor
+    none: torch.Tensor
+    low: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(seed)
+        self.weight = torch.nn.Parameter(torch.randn(6, 3, generator=rng))
+        self.same = self.weight
+        self.turned = torch.nn.Parameter(torch.randn(3, 6, generator=rng).t())
+        self.register_buffer("part", torch.randn(10, generator=rng)[:3])
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("low", torch.randn(3, generator=rng).bfloat16())
+
+    def forward(self, dense: Any, embeddings: Any) -> Any:
+        """Add up."""
+        found = embeddings[0] @ self.weight + embeddings[0] @ self.same
+        kept = torch.tensor([0.5, 0.25, 0.125])
+        sizes = self.part + self.low.float() + self.none.sum() + kept
+        return found + embeddings[0] @ self.turned + sizes
+
+
+class Plain(torch.nn.Module):
+    """Has weights of two types, and constants."""
+
+    low: torch.Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = torch.Generator().manual_seed(seed)
+        self.weight = torch.nn.Parameter(torch.randn(6, 3, generator=rng))
+        self.register_buffer("low", torch.randn(3, generator=rng).bfloat16())
+
+    def forward(self, dense: Any, embeddings: Any) -> Any:
+        """Add up."""
+        return embeddings[0] @ self.weight + self.low.float() + torch.tensor([3.0, 2.0, 1.0])
+
+
+@pytest.mark.parametrize(("kind", "num_graphs"), [(Plain, 1), (Odd, 0)])
+def test_programs_of_one_graph_have_their_own_weights(
+    kind: Any, num_graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: dict[bytes, Any] = {}
+    monkeypatch.setattr(program, "_graphs", graphs)
+    layout = Layout(0, (), ("feature",), ("pooled",))
+    sample = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
+    models = [kind(seed).eval().requires_grad_(False) for seed in range(3)]
+    files = [trace(model, layout, sample, "export").data for model in models]
+    graphs.clear()
+    programs = [load_program(data, "export") for data in files]
+    assert len(graphs) == num_graphs
+    for model, one, data in zip(models, programs, files, strict=True):
+        expected = model(*layout.build(sample))
+        assert torch.equal(one(*sample)[0], expected)
+        graphs.clear()
+        assert torch.equal(load_program(data, "export")(*sample)[0], expected)
+
+
+def test_a_weight_of_another_size_is_no_weight_of_a_known_graph() -> None:
+    layout = Layout(0, (), ("feature",), ("pooled",))
+    data = trace(Plain(1).eval(), layout, (torch.randn(4, 6),), "export").data
+    load_program(data, "export")
+    with pytest.raises(CheckpointError):
+        load_program(changed(data, "data/weights/weight_0", b"\0" * 4), "export")
