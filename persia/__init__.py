@@ -31,6 +31,7 @@ _SUBMODULES = frozenset(
         "prelude",
         "readers",
         "service",
+        "tables",
         "utils",
     }
 )

@@ -134,6 +134,50 @@ class TableEntries:
     signs: Signs
     values: Floats  # [n, dim]
     states: NDArray[np.uint32] | None  # [n, words]; None in a write: those of new rows
+    keeps_states: bool = False  # of a write without states: rows that are there keep theirs
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRequest:
+    """Rows by sign, of one table; a sign may come more than once."""
+
+    table: int
+    signs: Signs
+    with_states: bool
+    # Where there is no row, what training would begin with, in place of zeros.
+    with_initial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """Rows in the order asked for."""
+
+    found: NDArray[np.uint8]  # [n], 1 where there is a row
+    values: Floats  # [n, dim]
+    states: NDArray[np.uint32] | None  # [n, words], zeros where there is no row
+
+
+@dataclass(frozen=True, slots=True)
+class ScanRequest:
+    """A piece of the rows of one group: the first one, or the one at a reply's cursor."""
+
+    table: int
+    prefix: int  # of the group's signs
+    cursor: int  # 0 is the first
+    max_rows: int
+    with_states: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowPiece:
+    """Some rows of a server, and where it goes on; each row that stays is in one piece."""
+
+    signs: Signs
+    values: Floats  # [n, dim]
+    states: NDArray[np.uint32] | None  # [n, words]
+    cursor: int | None  # None: there are no more
+    # Another one: rows were replaced as a whole meanwhile, and the cursor means nothing.
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +258,10 @@ class ParameterServer(Protocol):
     def update(self, request: UpdateRequest) -> UpdateReport: ...
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
     def read_embedding(self, tables: Sequence[TableSigns]) -> tuple[TableEntries, ...]: ...
+    def read_rows(self, request: RowsRequest) -> FoundRows: ...
+    def delete_rows(self, part: TableSigns) -> int: ...
+    def scan_rows(self, request: ScanRequest) -> RowPiece: ...
+    def count_rows(self, table: int, prefix: int) -> int: ...
     def get_embedding_size(self) -> int: ...
     def clear_embeddings(self) -> None: ...
     def begin_cut(self, request: CutRequest) -> CutInfo: ...
@@ -319,6 +367,52 @@ class FeatureStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TableInfo:
+    """The rows of a feature, as the embedding config has them."""
+
+    feature: str
+    group: str  # of the features that share these rows
+    features: tuple[str, ...]  # all of the group
+    dim: int
+    dtype: str  # in which values are kept
+    index_bits: int  # of an id; higher ones are cut off, or refused with ``strict_ids``
+    strict_ids: bool
+    hash_stack_rounds: int  # rows that are summed for an id; 0: an id has a row of its own
+    num_servers: int
+
+
+@dataclass(frozen=True, slots=True)
+class IDsRequest:
+    """Rows by id, of one feature; an id may come more than once."""
+
+    feature: str
+    ids: Signs
+    with_states: bool
+    with_initial: bool  # as of ``RowsRequest``
+
+
+@dataclass(frozen=True, slots=True)
+class IDRows:
+    """Rows to be written, one an id; ids are distinct."""
+
+    feature: str
+    ids: Signs
+    values: Floats  # [n, dim]
+    states: NDArray[np.uint32] | None  # [n, words]; None: kept, and those of new rows
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureScan:
+    """As ``ScanRequest``, of one server's rows of a feature."""
+
+    feature: str
+    server: int
+    cursor: int
+    max_rows: int
+    with_states: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureOrder:
     """Names of what a model receives, in the order that its training began with."""
 
@@ -344,6 +438,12 @@ class EmbeddingWorker(Protocol):
     def tables_at_rate(self, group: str | None) -> tuple[int, ...]: ...
     def ready_for_serving(self) -> bool: ...
     def set_embedding(self, tables: Sequence[TableEntries]) -> None: ...
+    def table_info(self, feature: str) -> TableInfo: ...
+    def read_rows(self, request: IDsRequest) -> FoundRows: ...
+    def write_rows(self, rows: IDRows) -> None: ...
+    def delete_rows(self, feature: str, ids: Signs) -> int: ...
+    def scan_rows(self, request: FeatureScan) -> RowPiece: ...
+    def count_rows(self, feature: str) -> list[int]: ...
     def get_embedding_size(self) -> list[int]: ...
     def clear_embeddings(self) -> None: ...
     def begin_cut(self, request: CutRequest) -> tuple[CutInfo, ...]: ...

@@ -100,7 +100,7 @@ CONFIGURE = "configure"
 # that is missing here can be called with a data-loader's key.
 _CONTROL = frozenset(
     f"{CONFIGURE} register_optimizer fix_feature_order set_embedding clear_embeddings "
-    "begin_cut write_cut cut_status end_cut load finish_job".split()
+    "write_rows delete_rows begin_cut write_cut cut_status end_cut load finish_job".split()
 )
 
 _NO_READS: Mapping[str, Callable[[Sequence[Any]], bool]] = {}
@@ -162,9 +162,15 @@ _SHARED = (
     "cut_status end_cut load stats "
 )
 # Late repetitions of these could undo what came after the first.
-_SHARED_NEVER = "set_embedding clear_embeddings"
+_SHARED_NEVER = "set_embedding clear_embeddings delete_rows"
 # The state of a server. Not job_status, for whose callers a server waits before it ends.
 _SHARED_READS = dict.fromkeys(("ready_for_serving", "get_embedding_size", "stats"), _always)
+# Of rows, without the optimizer's state.
+_ROW_READS: dict[str, Callable[[Sequence[Any]], bool]] = {
+    "read_rows": lambda arguments: not arguments[0].with_states,
+    "scan_rows": lambda arguments: not arguments[0].with_states,
+    "count_rows": _always,
+}
 
 
 @functools.cache
@@ -175,10 +181,14 @@ def parameter_server() -> Role:
         messages.ParameterServer,
         # A repeated training lookup draws the same admissions, as the draw is by batch id; and
         # updates are deduplicated by their id.
-        always=_SHARED + "lookup update read_embedding",
+        always=_SHARED + "lookup update read_embedding read_rows scan_rows count_rows",
         never=_SHARED_NEVER,
         # Not read_embedding, which has the optimizer's state too.
-        reads={**_SHARED_READS, "lookup": lambda arguments: not arguments[0].is_training},
+        reads={
+            **_SHARED_READS,
+            **_ROW_READS,
+            "lookup": lambda arguments: not arguments[0].is_training,
+        },
     )
 
 
@@ -192,15 +202,17 @@ def embedding_worker() -> Role:
         # fixed stays, or is replaced by the same once more.
         always=_SHARED
         + "register lookup update release tables_at_rate server_stats feature_stats "
-        + "feature_order fix_feature_order",
-        never=_SHARED_NEVER,
+        + "feature_order fix_feature_order table_info read_rows scan_rows count_rows",
+        never=_SHARED_NEVER + " write_rows",
         # With gradients to follow, each call makes a ref that must be retired.
         depends={"lookup_direct": lambda arguments: not arguments[0].requires_grad},
         reads={
             **_SHARED_READS,
+            **_ROW_READS,
             **dict.fromkeys(
                 ("server_stats", "feature_stats", "feature_order", "tables_at_rate"), _always
             ),
+            "table_info": _always,
             "lookup_direct": lambda arguments: not arguments[0].requires_grad,
         },
     )

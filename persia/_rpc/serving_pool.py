@@ -37,7 +37,7 @@ from persia.errors import (
 )
 
 if TYPE_CHECKING:
-    from persia._rpc.messages import TableEntries, UpdateReport
+    from persia._rpc.messages import IDRows, Signs, TableEntries, UpdateReport
     from persia._rpc.zmq_transport import ZmqTransport
 
 logger = logging.getLogger(__name__)
@@ -357,6 +357,10 @@ class ServingWorkers(EmbeddingWorker):
     fix_feature_order = _of_any(EmbeddingWorker.fix_feature_order)
     tables_at_rate = _of_any(EmbeddingWorker.tables_at_rate)
     ready_for_serving = _of_any(EmbeddingWorker.ready_for_serving)
+    table_info = _of_any(EmbeddingWorker.table_info)
+    read_rows = _of_any(EmbeddingWorker.read_rows)
+    scan_rows = _of_any(EmbeddingWorker.scan_rows)
+    count_rows = _of_any(EmbeddingWorker.count_rows)
     get_embedding_size = _of_any(EmbeddingWorker.get_embedding_size)
     begin_cut = _of_any(EmbeddingWorker.begin_cut)
     write_cut = _of_any(EmbeddingWorker.write_cut)
@@ -370,6 +374,15 @@ class ServingWorkers(EmbeddingWorker):
     def set_embedding(self, tables: Sequence[TableEntries]) -> None:
         """Write rows, by one worker: the write is not repeatable."""
         self._in_order()[0].client.call("set_embedding", tables)
+
+    def write_rows(self, rows: IDRows) -> None:
+        """Write rows of a feature, as ``set_embedding``."""
+        self._in_order()[0].client.call("write_rows", rows)
+
+    def delete_rows(self, feature: str, ids: Signs) -> int:
+        """Drop rows of a feature, as ``set_embedding``."""
+        num_rows: int = self._in_order()[0].client.call("delete_rows", feature, ids)
+        return num_rows
 
     def clear_embeddings(self) -> None:
         """Drop every row of every server, as ``set_embedding``."""

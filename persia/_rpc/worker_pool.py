@@ -28,9 +28,11 @@ from persia._rpc.messages import (
     FeatureStats,
     HyperParameters,
     IDFeatures,
+    IDRows,
     LookupResult,
     OptimizerSettings,
     RemoteRef,
+    Signs,
     TableEntries,
     UpdateReport,
 )
@@ -356,6 +358,16 @@ class EmbeddingWorkers(WorkerPool):
         # Not by another worker if this fails: the write is not repeatable.
         self._workers[0].set_embedding(tables)
 
+    def write_rows(self, rows: IDRows) -> None:
+        """Write rows of a feature."""
+        # As set_embedding.
+        self._workers[0].write_rows(rows)
+
+    def delete_rows(self, feature: str, ids: Signs) -> int:
+        """Drop rows of a feature; returns how many there were."""
+        # As set_embedding.
+        return self._workers[0].delete_rows(feature, ids)
+
     def feature_stats(self) -> tuple[FeatureStats, ...]:
         """Return the statistics of each feature over all workers."""
         total: dict[str, FeatureStats] = {}
@@ -373,6 +385,10 @@ class EmbeddingWorkers(WorkerPool):
 
     # Every worker knows every server, so any answer is complete; each call is idempotent.
     tables_at_rate = _of_any(EmbeddingWorker.tables_at_rate)
+    table_info = _of_any(EmbeddingWorker.table_info)
+    read_rows = _of_any(EmbeddingWorker.read_rows)
+    scan_rows = _of_any(EmbeddingWorker.scan_rows)
+    count_rows = _of_any(EmbeddingWorker.count_rows)
     get_embedding_size = _of_any(EmbeddingWorker.get_embedding_size)
     server_stats = _of_any(EmbeddingWorker.server_stats)
     begin_cut = _of_any(EmbeddingWorker.begin_cut)

@@ -26,12 +26,16 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FoundRows,
     HyperParameters,
     LoadRequest,
     LoadStatus,
     LookupReply,
     LookupRequest,
     OptimizerSettings,
+    RowPiece,
+    RowsRequest,
+    ScanRequest,
     TableEntries,
     TableRows,
     TableSigns,
@@ -228,6 +232,26 @@ class ReadOnlyParameterServer:
                 entries.append(TableEntries(part.table, part.signs[found], rows[found], None))
         return tuple(entries)
 
+    def read_rows(self, request: RowsRequest) -> FoundRows:
+        """Return rows of a table in the order asked for; they have no state."""
+        if request.with_states or request.with_initial:
+            self._refuse("read_rows with states or initial values")
+        self._check_signs("read_rows", (TableSigns(request.table, request.signs),))
+        count = len(request.signs)
+        values = empty_floats(count, self._schema.tables[request.table].dim)
+        states = np.zeros(count, np.uint8)
+        with self.rows.view() as view:
+            view.lookup(request.table, request.signs, values, states)
+        return FoundRows((states == 1).view(np.uint8), values, None)
+
+    def scan_rows(self, request: ScanRequest) -> RowPiece:
+        """Refuse: rows are replaced while they are served, so no walk has each once."""
+        self._refuse("scan_rows; read by id, or export a checkpoint's rows with persia-ckpt")
+
+    def count_rows(self, table: int, prefix: int) -> int:
+        """Refuse, as ``scan_rows``."""
+        self._refuse("count_rows; get_embedding_size has the rows of all features")
+
     def get_embedding_size(self) -> int:
         """Return the number of rows held."""
         return len(self.rows)
@@ -331,6 +355,10 @@ class ReadOnlyParameterServer:
     def set_embedding(self, tables: Sequence[TableEntries]) -> None:
         """Refuse: rows are the checkpoint's."""
         self._refuse("set_embedding")
+
+    def delete_rows(self, part: TableSigns) -> int:
+        """Refuse: rows are the checkpoint's."""
+        self._refuse("delete_rows")
 
     def clear_embeddings(self) -> None:
         """Refuse: rows are the checkpoint's."""

@@ -26,7 +26,12 @@ from persia._files.schema import SavedSchema
 from persia._rpc.messages import HyperParameters, InitializationSettings, OptimizerSettings
 from persia._server.applied_updates import TrainingClock
 from persia._server.state_file import StateRecovery
-from persia.config import EmbeddingSchema, ParameterServerConfig, Table, schema_fingerprint
+from persia.config import (
+    EmbeddingSchema,
+    ParameterServerConfig,
+    TableSettings,
+    schema_fingerprint,
+)
 from persia.errors import ConfigError, NotConfigured
 from persia.logger import get_logger
 
@@ -36,7 +41,7 @@ _logger = get_logger("persia.parameter_server")
 _PLAIN_LRU = ("lru", None, 0)
 
 
-def eviction_kinds(tables: Sequence[Table]) -> tuple[tuple[str, str | None, int], ...]:
+def eviction_kinds(tables: Sequence[TableSettings]) -> tuple[tuple[str, str | None, int], ...]:
     """Return the distinct eviction policies beside plain LRU, from number 1 on."""
     evictions = [table.settings.eviction for table in tables]
     kinds = dict.fromkeys(one.kind() for one in evictions if one is not None)
@@ -44,7 +49,7 @@ def eviction_kinds(tables: Sequence[Table]) -> tuple[tuple[str, str | None, int]
     return tuple(kinds)
 
 
-def sketch_bytes(tables: Sequence[Table], config: ParameterServerConfig) -> int:
+def sketch_bytes(tables: Sequence[TableSettings], config: ParameterServerConfig) -> int:
     """Return the bytes of the sketch for admission by count; 0 where no table has it."""
     admissions = [table.settings.admission for table in tables]
     by_count = any(one is not None and (one.threshold or 1) > 1 for one in admissions)
@@ -125,7 +130,7 @@ class RowSettings:
             at_rate = self.at_rates[table] = optimizer.with_lr(lr)
         return at_rate
 
-    def first_changed(self, old: RowSettings) -> Table | None:
+    def first_changed(self, old: RowSettings) -> TableSettings | None:
         """Return a table whose rows under the old optimizers do not fit these, or None.
 
         Equal width is not enough: the words of two optimizers mean different things.

@@ -29,13 +29,16 @@ from persia._rpc.messages import (
     CutInfo,
     CutRequest,
     CutStatus,
+    FoundRows,
     HyperParameters,
     LoadRequest,
     LoadStatus,
     LookupReply,
     LookupRequest,
     OptimizerSettings,
-    Signs,
+    RowPiece,
+    RowsRequest,
+    ScanRequest,
     TableEntries,
     TableGradients,
     TableRows,
@@ -52,6 +55,7 @@ from persia._server.applied_updates import (
 )
 from persia._server.incremental import IncrementalWriter
 from persia._server.restore import LoadManager, settings_of
+from persia._server.row_access import RowAccess
 from persia._server.row_settings import (
     RowKind,
     RowSettings,
@@ -70,6 +74,8 @@ _Step = tuple[TableGradients, RowOptimizer, str]
 Element = TypeVar("Element", bound=np.generic)
 
 _logger = get_logger("persia.parameter_server")
+
+_NO_SIGNS = np.empty(0, np.uint64)
 
 # Training lookups between two looks at whether capacity or the memory limit evicts: the look
 # takes each shard's lock once.
@@ -166,6 +172,7 @@ class ParameterServer:
         self._record = record
         self._applied = AppliedUpdates(record=record)
         self._clock = TrainingClock(clock, recent)
+        self._rows = RowAccess(self._schema, self._settings, self._clock, self._loads)
         self._loads.recover(notes.get("missing"))
         self._settings.attach(notes)
         if (state := self._settings.state) is not None:
@@ -226,7 +233,7 @@ class ParameterServer:
     def _check_signs(
         self,
         what: str,
-        parts: Sequence[TableSigns | TableGradients | TableEntries],
+        parts: Sequence[TableSigns | TableGradients | TableEntries | RowsRequest],
         may_repeat: bool = False,
     ) -> int:
         """Check the tables of a request, and that its signs are this server's.
@@ -360,9 +367,15 @@ class ParameterServer:
         self._check_signs("set_embedding", tables, may_repeat=True)
         writes = [_checked_rows(state.settings, part) for part in tables]
         with self._loads.whole_rows:
-            for kind, signs, values, states in writes:
+            for part, (kind, values, states) in zip(tables, writes, strict=True):
                 state.store.write(
-                    signs, values, states, kind.optimizer, policy=kind.policy, dtype=kind.dtype
+                    part.signs,
+                    values,
+                    states,
+                    kind.optimizer,
+                    policy=kind.policy,
+                    dtype=kind.dtype,
+                    keep_states=part.keeps_states,
                 )
         self._note_replaced()
         self._set_time.add(time.perf_counter() - begin)
@@ -383,6 +396,28 @@ class ParameterServer:
             )
         return tuple(entries)
 
+    def read_rows(self, request: RowsRequest) -> FoundRows:
+        """Return rows in the order asked for, without using them."""
+        self._check_signs("read_rows", (request,))
+        return self._rows.read(request)
+
+    def delete_rows(self, part: TableSigns) -> int:
+        """Drop the rows of these signs, as an eviction does; returns how many there were."""
+        self._check_signs("delete_rows", (part,))
+        num_rows = self._rows.delete(part)
+        self._note_replaced()
+        return num_rows
+
+    def scan_rows(self, request: ScanRequest) -> RowPiece:
+        """Return a piece of the rows of a group."""
+        self._check_signs("scan_rows", (TableSigns(request.table, _NO_SIGNS),))
+        return self._rows.scan(request)
+
+    def count_rows(self, table: int, prefix: int) -> int:
+        """Return the number of rows of a group, which is a look at each row."""
+        self._check_signs("count_rows", (TableSigns(table, _NO_SIGNS),))
+        return self._rows.count(table, prefix)
+
     def get_embedding_size(self) -> int:
         """Return the number of rows held."""
         state = self._settings.state
@@ -394,6 +429,7 @@ class ParameterServer:
         if state is not None:
             with self._loads.any_rows:
                 state.store.clear()
+                self._rows.renew()
                 self._loads.clear_missing()
             self._note_replaced()
 
@@ -433,6 +469,7 @@ class ParameterServer:
             self._clock.forget_recent()
         status = self._loads.load(request)
         if request.step == "finish":
+            self._rows.renew()
             self._note_replaced()
         return status
 
@@ -543,7 +580,7 @@ def _apply(
 
 def _checked_rows(
     settings: RowSettings, part: TableEntries
-) -> tuple[RowKind, Signs, NDArray[np.float32], NDArray[np.uint32] | None]:
+) -> tuple[RowKind, NDArray[np.float32], NDArray[np.uint32] | None]:
     """Check rows that are written; in embedded mode they are a user's, which no codec saw."""
     kind, states = settings.kinds[part.table], None
     is_other = settings.tables_of(part.signs) != part.table
@@ -558,4 +595,4 @@ def _checked_rows(
         words = kind.optimizer.state_words(kind.dim)
         of = f"states of {kind.optimizer.name}"
         states = _as_rows(of, part, part.states, np.uint32, words)
-    return kind, part.signs, values, states
+    return kind, values, states

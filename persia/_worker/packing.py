@@ -405,6 +405,22 @@ def _pack_table(
     return np.concatenate(parts) if is_merged else signs, bases, numbers
 
 
+def signs_of(
+    slot: Slot, ids: Signs, schema: EmbeddingSchema, threads: ThreadPool
+) -> tuple[Signs, int]:
+    """Return the signs of a feature's ids, id by id, and how many ids were masked.
+
+    They are those that its batches have: [n], or with a hash stack [n * rounds].
+    """
+    values = ids
+    if slot.hash_stack_rounds:
+        values = hash_stack(ids, slot.hash_stack_rounds, slot.hash_stack_size)
+    signs, (num_masked,) = pack_all([values], [slot.prefix], schema.prefix_bits, threads)
+    if num_masked and schema.strict_ids:
+        _refuse_wide_id(slot.name, values, schema.prefix_bits)
+    return signs, num_masked
+
+
 def _refuse_wide_id(name: str, ids: Signs, prefix_bits: int) -> None:
     index_bits = 64 - prefix_bits
     wide = ids[ids >> np.uint64(index_bits) != 0]
@@ -486,7 +502,9 @@ def split_entries(
             chosen = order[starts[server] : starts[server + 1]]
             if len(chosen):
                 own = None if states is None else states[chosen]
-                entries = TableEntries(part.table, signs[chosen], part.values[chosen], own)
+                entries = TableEntries(
+                    part.table, signs[chosen], part.values[chosen], own, part.keeps_states
+                )
                 requests.setdefault(server, []).append(entries)
     return requests
 
@@ -536,10 +554,16 @@ class FeatureStatistics:
                         is_empty = offsets[1:] == offsets[:-1]
                         counts.num_empty += int(np.count_nonzero(is_empty))
                     cardinality.add(counts.registers, ids.distinct)
+        if masked:
+            self.add_masked(masked)
+
+    def add_masked(self, masked: Mapping[str, int]) -> None:
+        """Count ids that were cut, by feature; warn the first time."""
+        with self._lock:
             for name, num_masked in masked.items():
                 self._features[name].num_masked += num_masked
-            is_first, self._has_warned = not self._has_warned, self._has_warned or bool(masked)
-        if masked and is_first:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
             _logger.warning(
                 "ids of a batch need more than %d bits (64 - feature_index_prefix_bit) and "
                 "were cut to them, so that they may share rows: %s; later ones, of any "

@@ -41,16 +41,23 @@ from persia._rpc.messages import (
     CutRequest,
     CutStatus,
     FeatureOrder,
+    FeatureScan,
     FeatureStats,
+    FoundRows,
     HyperParameters,
     IDFeatures,
+    IDRows,
+    IDsRequest,
     LoadRequest,
     LoadStatus,
     LookupResult,
     OptimizerSettings,
     ParameterServer,
+    RowPiece,
+    Signs,
     SlotOutput,
     TableEntries,
+    TableInfo,
     UpdateReport,
     WriteRequest,
 )
@@ -65,6 +72,7 @@ from persia._worker.packing import (
     split_lookup,
 )
 from persia._worker.pooling import pool_outputs, split_update, sum_gradients
+from persia._worker.rows_by_id import RowsByID
 from persia._worker.server_pool import ServerSet
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, tables_at_rate
 from persia.errors import DataError, DataTypeError, ServiceBusy, UnknownRef
@@ -259,6 +267,9 @@ class EmbeddingWorker:
         self._planner = BatchPlanner(schema)
         self.buffer = ForwardBuffer(settings, clock)
         self.statistics = FeatureStatistics(schema)
+        self._rows = RowsByID(
+            schema, self._servers, self._owners, self._threads, self.statistics
+        )
         self._lock = threading.Lock()  # guards the next two
         self._counts: Counter[str] = Counter()
         self._order: FeatureOrder | None = None
@@ -490,6 +501,30 @@ class EmbeddingWorker:
         for answer in self._servers.ask("set_embedding", requests).values():
             if isinstance(answer, Exception):
                 raise answer
+
+    def table_info(self, feature: str) -> TableInfo:
+        """Return what the embedding config says of a feature's rows; DataError: unknown."""
+        return self._rows.info(feature)
+
+    def read_rows(self, request: IDsRequest) -> FoundRows:
+        """Return rows by id, in the order asked for."""
+        return self._rows.read(request)
+
+    def write_rows(self, rows: IDRows) -> None:
+        """Write rows by id, each to the server that owns its sign."""
+        self._rows.write(rows)
+
+    def delete_rows(self, feature: str, ids: Signs) -> int:
+        """Drop rows by id; returns how many there were."""
+        return self._rows.delete(feature, ids)
+
+    def scan_rows(self, request: FeatureScan) -> RowPiece:
+        """Return a piece of a feature's rows on one server."""
+        return self._rows.scan(request)
+
+    def count_rows(self, feature: str) -> list[int]:
+        """Return the number of a feature's rows on each server."""
+        return self._rows.count(feature)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows of each server."""

@@ -41,7 +41,7 @@ from persia.config._schema import (
     Padding,
     Pooling,
     Slot,
-    Table,
+    TableSettings,
     tables_at_rate,
 )
 from persia.errors import ConfigError
@@ -69,7 +69,7 @@ __all__ = [
     "ParameterServerConfig",
     "Pooling",
     "Slot",
-    "Table",
+    "TableSettings",
     "describe_differences",
     "list_differences",
     "load_configs",

@@ -326,7 +326,7 @@ class _EmbeddingKeys(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TableSettings:
     """One row setting: what decides the shape and the beginning of a row.
 
     Slots with the same setting share a table, which is only a number for messages between
@@ -371,7 +371,7 @@ class EmbeddingSchema:
     slots: dict[str, Slot]  # slots by name, in file order
     # Numbers of the groups by name, from 0; a group's prefix is its number + 1, shifted.
     groups: dict[str, int]
-    tables: tuple[Table, ...]  # distinct row settings
+    tables: tuple[TableSettings, ...]  # distinct row settings
     # Feature bits at the top of a sign; the other 64 - prefix_bits hold the id.
     prefix_bits: int
     # Whether an id that does not fit is an error; else it is masked and counted.
@@ -519,7 +519,7 @@ def _resolve(
     id_bits = 64 - keys.feature_index_prefix_bit
     slots: dict[str, Slot] = {}
     kinds: list[object] = []  # of row settings; compared, for options have no hash
-    tables: list[Table] = []
+    tables: list[TableSettings] = []
     for name, slot in keys.slots_config.items():
         stack = slot.hash_stack_config
         if stack.hash_stack_rounds * stack.embedding_size > 1 << id_bits:
@@ -544,7 +544,7 @@ def _resolve(
         kind = (*setting, own)
         if kind not in kinds:
             kinds.append(kind)
-            tables.append(Table(len(tables), *setting))
+            tables.append(TableSettings(len(tables), *setting))
         slots[name] = Slot(
             name=name,
             dim=slot.dim,

@@ -27,6 +27,7 @@ from persia._training.feature_order import SharedOrder
 from persia._training.stream_source import ChildStream, Stream
 from persia.config import SAME_EVERYWHERE, describe_differences, schema_fingerprint
 from persia.errors import ConfigError, DataTypeError, ServiceTimeout
+from persia.tables import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ class Connection:
         _connections[id(worker)] = self
         self.order = SharedOrder(worker)  # of features, as models receive them
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
+        self._tables: dict[tuple[str, bool], Table] = {}
         self.reported: Mapping[str, float] = {}  # replaced, not changed: other threads read it
         # While a TrainCtx is entered:
         self.backward: BackwardPipeline | None = None
@@ -212,6 +214,14 @@ class Connection:
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.close()
+
+    def table(self, feature: str, *, is_read_only: bool) -> Table:
+        """Return the rows of a feature, the same object each time."""
+        known = self._tables.get((feature, is_read_only))
+        if known is None:
+            known = Table(self.worker, feature, flush=self.flush, is_read_only=is_read_only)
+            self._tables[feature, is_read_only] = known
+        return known
 
     # --- updates in flight ------------------------------------------------------------------
 

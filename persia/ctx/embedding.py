@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from persia._training.inflight import InFlightTracker
     from persia._training.ranks import Ranks
     from persia.config import ConfigSource
+    from persia.tables import Table
 
     Features = tuple[
         NamedList[torch.Tensor],
@@ -227,6 +228,15 @@ class EmbeddingCtx(SavingCtx):
         connection.worker.register_optimizer(settings)
         if connection.backward is not None:
             connection.backward.learning_rates.forget()
+
+    def table(self, feature: str) -> Table:
+        """Return the rows of a feature by id, the same object each time.
+
+        An InferCtx reads only. DataError: the embedding config has no such feature.
+        """
+        connection = self._connected().connection
+        is_read_only = self.preprocess_mode is PreprocessMode.INFERENCE
+        return connection.table(feature, is_read_only=is_read_only)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows on each parameter server."""

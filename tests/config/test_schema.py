@@ -20,7 +20,7 @@ from persia.config import (
     GroupSettings,
     Initialization,
     Slot,
-    Table,
+    TableSettings,
     schema_fingerprint,
 )
 from persia.errors import ConfigError
@@ -61,7 +61,7 @@ def test_reads_a_file_of_the_original(tmp_path: Path) -> None:
     assert [slot.prefix >> 52 for slot in schema.slots.values()] == [1, 2, 3]
     assert [slot.pooling for slot in schema.slots.values()] == ["sum", "sum", "raw"]
     assert schema.slots["history"].sample_fixed_size == 5
-    assert schema.tables == (Table(0, 8, None, None), Table(1, 16, None, None))
+    assert schema.tables == (TableSettings(0, 8, None, None), TableSettings(1, 16, None, None))
     assert [slot.table for slot in schema.slots.values()] == [0, 0, 1]
 
 
@@ -175,7 +175,7 @@ def test_row_settings_make_tables() -> None:
         }
     )
     normal = Initialization("normal", own)
-    assert schema.tables == (Table(0, 8, normal, None), Table(1, 8, None, 0.5))
+    assert schema.tables == (TableSettings(0, 8, normal, None), TableSettings(1, 8, None, 0.5))
     assert [slot.table for slot in schema.slots.values()] == [0, 1, 0]
 
 

@@ -31,7 +31,7 @@ ROWS = (
     {"_rows"},
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "_serving", "distributed", "metrics", "service"},
-    {"data", "readers", "sampling", "serving", "ctx", "prelude"},
+    {"data", "readers", "sampling", "serving", "tables", "ctx", "prelude"},
     {"launcher", "helper", "_cli", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )

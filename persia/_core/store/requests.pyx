@@ -637,7 +637,8 @@ cdef void write_shard(
         place = request.order[i]
         row = index_find(
             &shard.index, &shard.slabs, mix64(request.sorted[i]), request.sorted[i])
-        if row == NO_ROW:
+        is_new = row == NO_ROW
+        if is_new:
             row = insert(shard, request, mix64(request.sorted[i]), request.sorted[i], result)
             if row == NO_ROW:
                 break
@@ -660,7 +661,7 @@ cdef void write_shard(
                 values + request.format.value_words,
                 request.states + <size_t> place * request.state_words,
                 request.state_words * sizeof(float))
-        else:
+        elif is_new or not request.keeps_states:
             request.optimizer.fill_state(values + request.format.value_words, request.dim)
         release(shard)
     shard_end_request(shard, end - begin)

@@ -178,9 +178,11 @@ class EmbeddingStore:
         *,
         policy: int = 0,
         dtype: str = "float32",
+        keep_states: bool = False,
     ) -> None:
         """Insert or overwrite rows, which is a use; without states, rows get initial ones.
 
+        With ``keep_states``, and without states, only new rows do, and others keep theirs.
         Values of two bytes are rounded to nearest, so what was read is written unchanged.
         """
 
@@ -214,6 +216,40 @@ class EmbeddingStore:
 
     def delete(self, signs: NDArray[np.uint64]) -> int:
         """Drop the rows of these signs; returns how many there were."""
+
+    def scan(
+        self,
+        prefix: int,
+        prefix_bits: int,
+        dim: int,
+        state_words: int,
+        *,
+        dtype: str = "float32",
+        cursor: int = 0,
+        max_rows: int = 65536,
+        with_states: bool = False,
+    ) -> tuple[NDArray[np.uint64], NDArray[np.float32], NDArray[np.uint32] | None, int | None]:
+        """Return rows whose signs have this prefix, in no order: a piece of all of them.
+
+        Rows of another format are passed over. The pieces of ``cursor`` 0, of the one that this
+        returned, and so on to None, have each row once that is there from the first to the last
+        call, with its values at some moment between; others may be among them or not. A piece
+        has at most ``max_rows``, and may be empty.
+
+        Returns:
+            Signs [k], values [k, dim], states [k, words] if asked for, and the next cursor.
+        """
+
+    def count(
+        self,
+        prefix: int,
+        prefix_bits: int,
+        dim: int,
+        state_words: int,
+        *,
+        dtype: str = "float32",
+    ) -> int:
+        """Return how many rows ``scan`` would have; it looks at each of their format."""
 
     def clear(self, *, reuse: bool = False) -> None:
         """Drop every row and every count of an appearance, and give the memory back.

@@ -49,6 +49,7 @@ from persia._core.store.requests cimport (
 from persia._core.store.restore cimport (
     expect_rows, read_sketch, restore_shard, settle_rows, write_sketch,
 )
+from persia._core.store.scan cimport Scan, scan_begin, scan_count, scan_rows
 from persia._core.store.snapshot cimport Watch
 
 from persia.errors import ConfigError, DataError, DimMismatch, NotConfigured, StoreError
@@ -410,7 +411,7 @@ cdef class EmbeddingStore:
     def write(
         self, const uint64_t[::1] signs not None, const float[:, ::1] values not None,
         const uint32_t[:, ::1] states, RowOptimizer optimizer=None, *, uint32_t policy=0,
-        dtype="float32"
+        dtype="float32", bint keep_states=False
     ):
         cdef Request request
         cdef uint32_t number = dtype_number(dtype)
@@ -433,6 +434,7 @@ cdef class EmbeddingStore:
         request.gradients = &values[0, 0]
         request.held = (signs, values, states)
         request.states = NULL
+        request.keeps_states = keep_states
         if states is not None and words:
             request.states = &states[0, 0]
         self.run(request)
@@ -488,6 +490,25 @@ cdef class EmbeddingStore:
         request = self.begin(signs, delete_shard, 0, None, 0)
         request.held = (signs,)
         return signs.shape[0] - self.run(request).num_missing
+
+    def scan(
+        self, uint64_t prefix, uint32_t prefix_bits, uint32_t dim, uint32_t state_words, *,
+        dtype="float32", uint64_t cursor=0, uint32_t max_rows=65536, bint with_states=False
+    ):
+        cdef Scan scan
+        scan_begin(&scan, prefix, prefix_bits, self.clocks)
+        set_format(&scan.format, dtype_number(dtype), dim, state_words)
+        return scan_rows(
+            &scan, self.shards, self.num_shards, cursor, max_rows, with_states)
+
+    def count(
+        self, uint64_t prefix, uint32_t prefix_bits, uint32_t dim, uint32_t state_words, *,
+        dtype="float32"
+    ):
+        cdef Scan scan
+        scan_begin(&scan, prefix, prefix_bits, self.clocks)
+        set_format(&scan.format, dtype_number(dtype), dim, state_words)
+        return scan_count(&scan, self.shards, self.num_shards)
 
     def clear(self, *, bint reuse=False):
         cdef uint32_t i
