@@ -369,7 +369,10 @@ def _key_problem(peer: bytes, method: Method, arguments: Sequence[Any] | None = 
     if is_for_serving(peer.user):
         if reads is not None and (arguments is None or reads(arguments)):
             return ""
-        what = method.name if reads is None else f"{method.name} for training"
+        what = method.name
+        if reads is not None:
+            is_lookup = what.startswith("lookup")
+            what += " for training" if is_lookup else " with the optimizer's state"
         needed = "the control key" if method.needs_control else "the control or a data key"
         return (
             f"{what} needs {needed}, the caller has {peer.user}'s, which may look up and ask "

@@ -22,7 +22,14 @@ from zmq.utils import z85
 from persia._rpc import zmq_socket, zmq_transport
 from persia._rpc.client import Client
 from persia._rpc.curve import Keys, make_keys
-from persia._rpc.messages import LookupRequest, TableSigns
+from persia._rpc.messages import (
+    FeatureScan,
+    IDsRequest,
+    LookupRequest,
+    RowsRequest,
+    ScanRequest,
+    TableSigns,
+)
 from persia._rpc.methods import Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
@@ -118,12 +125,14 @@ def test_w71_every_method_that_tells_a_server_what_to_do_needs_the_control_key()
     for role, data in (
         (
             parameter_server(),
-            "get_embedding_size lookup read_embedding ready_for_serving stats update",
+            "count_rows get_embedding_size lookup read_embedding read_rows ready_for_serving "
+            "scan_rows stats update",
         ),
         (
             embedding_worker(),
-            "feature_order feature_stats get_embedding_size lookup lookup_direct "
-            "ready_for_serving register release server_stats stats tables_at_rate update",
+            "count_rows feature_order feature_stats get_embedding_size lookup lookup_direct "
+            "read_rows ready_for_serving register release scan_rows server_stats stats "
+            "table_info tables_at_rate update",
         ),
         (nn_worker(), "deliver end_stream open_stream poll relocate"),
     ):
@@ -138,6 +147,8 @@ def state_methods(role: str) -> str:
 
 
 SERVER_ROLE = parameter_server().name
+# Of rows: allowed, but for those that change rows or have the optimizer's state too.
+LOOKUPS = ("lookup", "lookup_direct", "read_rows", "scan_rows", "count_rows", "table_info")
 
 
 @pytest.mark.parametrize("name", ["serve", "serve-7"])
@@ -149,7 +160,7 @@ def test_a_key_for_serving_looks_up_and_every_other_method_is_refused(
     # Refused before its arguments are read, so none are needed.
     bare = {x: dataclasses.replace(one, arguments=()) for x, one in role.methods.items()}
     allowed = {"hello"} if role is nn_worker() else set(state_methods(role.name).split())
-    may_look_up = {one for one in ("lookup", "lookup_direct") if one in role.methods}
+    may_look_up = {one for one in LOOKUPS if one in role.methods}
     if role is embedding_worker():
         may_look_up.remove("lookup")  # of a batch that was registered
     if role is nn_worker():
@@ -173,7 +184,7 @@ def test_a_key_for_serving_looks_up_and_every_other_method_is_refused(
             ask.call(method, *[None] * len(role.methods[method].arguments))
         if may_look_up:
             check_lookups(ask)
-            assert server.stats()["bad.key"] == refused + 1
+            assert server.stats()["bad.key"] == refused + 3
         assert servers[0].get_embedding_size() == 0
 
 
@@ -184,11 +195,28 @@ def check_lookups(client: Client) -> None:
         assert not found.rows.any()
         with pytest.raises(NotAllowed, match="lookup for training needs"):
             client.call("lookup", LookupRequest(0, True, tables))
+        signs = np.arange(3, dtype=np.uint64)
+        assert not client.call("read_rows", RowsRequest(0, signs, False, False)).found.any()
+        assert client.call("scan_rows", ScanRequest(0, 0, 0, 9, False)).cursor is None
+        assert client.call("count_rows", 0, 0) == 0
+        with pytest.raises(NotAllowed, match=r"read_rows with the .*state needs"):
+            client.call("read_rows", RowsRequest(0, signs, True, False))
+        with pytest.raises(NotAllowed, match=r"scan_rows with the .*state needs"):
+            client.call("scan_rows", ScanRequest(0, 0, 0, 9, True))
         return
     asked = features({"sum": [[1]]}, requires_grad=False)
     assert client.call("lookup_direct", asked).ref is None
     with pytest.raises(NotAllowed, match="lookup_direct for training needs"):
         client.call("lookup_direct", features({"sum": [[1]]}))
+    ids = np.arange(3, dtype=np.uint64)
+    assert client.call("table_info", "sum").dim == 4
+    assert not client.call("read_rows", IDsRequest("sum", ids, False, False)).found.any()
+    assert client.call("scan_rows", FeatureScan("sum", 0, 0, 9, False)).cursor is None
+    assert client.call("count_rows", "sum") == [0]
+    with pytest.raises(NotAllowed, match=r"read_rows with the .*state needs"):
+        client.call("read_rows", IDsRequest("sum", ids, True, False))
+    with pytest.raises(NotAllowed, match=r"scan_rows with the .*state needs"):
+        client.call("scan_rows", FeatureScan("sum", 0, 0, 9, True))
 
 
 # --- strangers ----------------------------------------------------------------------------
