@@ -151,7 +151,7 @@ class Table:
         """
         checked = self._ids(ids)
         found, vectors, states = self._read(checked, with_states=True)
-        if states is None:  # an optimizer without state
+        if states is None:  # there are no ids
             states = np.zeros((len(checked), 0), np.uint32)
         return found, vectors, states
 
@@ -162,8 +162,7 @@ class Table:
         found = np.empty(len(ids), np.bool_)
         vectors = np.empty((len(ids), self.dim), np.float32)
         states: NDArray[np.uint32] | None = None
-        # An empty one too: it says how many words a state has.
-        for start in range(0, max(1, len(ids)), self._call_rows):
+        for start in range(0, len(ids), self._call_rows):
             part = slice(start, start + self._call_rows)
             reply: FoundRows = self._worker.read_rows(
                 IDsRequest(self.name, ids[part], with_states, with_initial)
