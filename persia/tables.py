@@ -13,13 +13,22 @@ page of it.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm import tqdm
 
+from persia._files.vectors import write_vectors
+from persia._foreign.arrays import read_numpy, read_parquet, read_state_dict
+from persia._foreign.dcp import dcp_tables, read_dcp
+from persia._foreign.original import read_original
+from persia._foreign.source import IDSource, array_of_ids
 from persia._rpc.messages import FeatureScan, FoundRows, IDRows, IDsRequest
 from persia.embedding.data import bits_of
 from persia.errors import ConfigError, DataError, DataTypeError, DimMismatch, StoreError
+from persia.logger import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +38,18 @@ if TYPE_CHECKING:
 
     from persia._rpc.messages import EmbeddingWorker, TableInfo
 
-__all__ = ["Table"]
+__all__ = [
+    "IDSource",
+    "Table",
+    "dcp_tables",
+    "read_dcp",
+    "read_numpy",
+    "read_original",
+    "read_parquet",
+    "read_state_dict",
+]
+
+_logger = get_logger("persia.tables")
 
 MISSING = ("zeros", "initial", "raise")
 # Bytes of rows in one call, about; and rows, at most.
@@ -228,6 +248,34 @@ class Table:
             num_rows += self._worker.delete_rows(self.name, checked[start : start + _CALL_ROWS])
         return num_rows
 
+    def load(self, source: IDSource) -> int:
+        """Write all rows that another program wrote; returns how many.
+
+        ``persia.tables.read_numpy``, ``read_parquet``, ``read_state_dict``, ``read_dcp`` and
+        ``read_original`` make sources. Rows are read and written a few thousand at a time, and
+        of an id that comes again in a later part, the last one counts. What a source does not
+        carry over is logged. If an error ends it, a part of the rows is written.
+
+        Raises:
+            DimMismatch: The source has another dim, or states of another optimizer.
+            And what ``write``, or reading the source, raises.
+        """
+        self._check_writable("load")
+        if source.dim != self.dim and source.num_rows != 0:
+            raise DimMismatch(
+                f"table {self.name!r}: expected vectors of dim {self.dim}, got {source.dim} in "
+                f"{source.name}"
+            )
+        for note in source.notes:
+            _logger.warning("%s: %s", source.name, note)
+        num_rows = 0
+        with progress(f"loading {self.name}", "row", source.num_rows) as bar:
+            for ids, vectors, states in source.blocks():
+                self.write(ids, vectors, states)
+                num_rows += len(ids)
+                bar.update(len(ids))
+        return num_rows
+
     # --- all rows ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -283,6 +331,32 @@ class Table:
         for ids, vectors in self.blocks():
             yield from zip(ids.tolist(), vectors, strict=True)
 
+    def export(self, path: str | os.PathLike[str]) -> int:
+        """Write all ids and vectors into one file for a nearest-neighbour search.
+
+        The columns, or arrays, are ``id`` u64 and ``vector`` f32 [dim], as ``persia-ckpt export
+        --feature`` has them. While training goes on, rows are as in ``blocks``.
+
+        Args:
+            path: A local file. One that ends with .parquet is written as rows come, in no
+                order; with .npz from memory, by ascending id.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            ConfigError: Of another suffix, or without pyarrow; CheckpointError: The file cannot
+                be written.
+        """
+        with progress(f"exporting {self.name}", "row") as bar:
+
+            def counted() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
+                for ids, vectors in self.blocks():
+                    yield ids, vectors
+                    bar.update(len(ids))
+
+            return write_vectors(Path(path), counted(), self.dim)
+
     # --- checks -----------------------------------------------------------------------------
 
     def _wait(self) -> None:
@@ -296,7 +370,7 @@ class Table:
             )
 
     def _ids(self, given: Any) -> NDArray[np.uint64]:
-        ids = _as_array(given)
+        ids = array_of_ids(given)
         if ids.ndim == 1 and not len(ids):
             return np.empty(0, np.uint64)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -369,3 +443,9 @@ def _as_array(given: Any) -> NDArray[Any]:
         return np.asarray(given)
     except ValueError as exc:  # a list of lists of other lengths
         raise DataTypeError(f"expected an array, got {type(given).__name__}: {exc}") from None
+
+
+def progress(what: str, unit: str, total: int | None = None) -> Any:
+    """Return a bar that shows after a second, where there is a terminal."""
+    options: dict[str, Any] = {"unit_scale": True, "delay": 1.0, "disable": None}
+    return tqdm(total=total, desc=what, unit=f" {unit}", **options)

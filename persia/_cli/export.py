@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from persia._files.manifest import Manifest
 from persia._files.parts import take
 from persia._files.rows import Progress, rows_of
-from persia._files.storage import LocalStorage, Storage, write_atomic
+from persia._files.storage import LocalStorage, Storage
 from persia._files.summary import groups_and_ids, values_of
 from persia._files.tensors import Column, encode
+from persia._files.vectors import arrow, check_suffix, write_vectors
 from persia.errors import ConfigError, did_you_mean
 
 FORMATS = ("parquet", "safetensors", "npz")
-VECTOR_SUFFIXES = (".parquet", ".npz")
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -92,9 +92,7 @@ def export_vectors(
             f"feature {feature!r}: expected rows of ids, got a hash stack of {rounds} rounds, "
             "whose rows many ids share; look the ids up instead"
         )
-    if path.suffix not in VECTOR_SUFFIXES:
-        expected = " or ".join(VECTOR_SUFFIXES)
-        raise ConfigError(f"{path}: expected a name that ends with {expected}")
+    check_suffix(path)
     ids: list[NDArray[np.uint64]] = []
     vectors: list[NDArray[np.float32]] = []
     for _, block in rows_of(storage, manifests, progress):
@@ -107,22 +105,7 @@ def export_vectors(
     all_ids = np.concatenate([np.empty(0, np.uint64), *ids])
     order = np.argsort(all_ids)
     rows = np.concatenate([np.empty((0, dim), np.float32), *vectors])[order]
-    found_rows = (all_ids[order], rows)
-    write_atomic(path, lambda aside: _write_vectors(aside, path.suffix, *found_rows))
-    return rows.shape[0], rows.shape[1]
-
-
-def _write_vectors(
-    path: Path, suffix: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
-) -> None:
-    if suffix == ".npz":
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, id=ids, vector=rows)
-        return
-    arrow, parquet = _arrow()
-    flat = arrow.array(rows.reshape(-1))
-    vectors = arrow.FixedSizeListArray.from_arrays(flat, rows.shape[1])
-    parquet.write_table(arrow.table({"id": arrow.array(ids), "vector": vectors}), str(path))
+    return write_vectors(path, [(all_ids[order], rows)], dim), dim
 
 
 @contextmanager
@@ -172,7 +155,7 @@ class _Parquet:
     """A file for each table, with names of groups and values as lists of one length."""
 
     def __init__(self, folder: Path, names: Sequence[str], stack: ExitStack) -> None:
-        self._arrow, _ = _arrow()
+        self._arrow, _ = arrow()
         self._folder = folder
         self._names = self._arrow.array(names)
         self._stack = stack
@@ -203,12 +186,3 @@ class _Parquet:
             return None
         flat = self._arrow.array(np.ascontiguousarray(array).reshape(-1))
         return self._arrow.FixedSizeListArray.from_arrays(flat, array.shape[1])
-
-
-def _arrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as exc:
-        raise ConfigError(f"Parquet needs pyarrow: pip install pyarrow ({exc})") from exc
-    return pyarrow, pyarrow.parquet

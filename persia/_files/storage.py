@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import CheckpointError
+from persia.errors import CheckpointError, PersiaError
 
 # Addresses, offsets and lengths of O_DIRECT are multiples of it.
 BLOCK_BYTES = 4096
@@ -384,6 +384,8 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         with aside.open("rb") as written:
             os.fsync(written.fileno())
         aside.replace(path)
+    except PersiaError:  # of what is written, not of the file
+        raise
     except (OSError, RuntimeError) as exc:
         raise CheckpointError(f"{path} cannot be written: {exc}") from exc
     finally:

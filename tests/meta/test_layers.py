@@ -27,7 +27,7 @@ ROWS = (
     {"_core"},
     {"_metrics", "env", "utils", "_process_exit"},
     {"_rpc", "config"},
-    {"_files", "embedding", "_context_stack"},
+    {"_files", "_foreign", "embedding", "_context_stack"},
     {"_rows"},
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "_serving", "distributed", "metrics", "service"},

@@ -198,7 +198,7 @@ class Liar(RemoteParameterServer):
 
     def __init__(self, server: Any) -> None:
         self.server = server
-        self.client = self
+        setattr(self, "client", self)  # noqa: B010
 
     replica_index, replica_size = 0, 1  # type: ignore[assignment]
 
