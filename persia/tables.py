@@ -114,7 +114,7 @@ class Table:
         freeze: bool = True,
         flush: Callable[[], None] | None = None,
     ) -> Self:
-        """Write pretrained vectors, and return the table, ``frozen`` unless told otherwise."""
+        """Write pretrained vectors, and return the table, ``frozen`` unless ``freeze`` is False."""
         table = cls(worker, feature, flush=flush)
         table.write(ids, vectors)
         table.frozen = freeze
@@ -229,7 +229,7 @@ class Table:
             self._worker.write_rows(IDRows(self.name, checked[part], values[part], own))
 
     def delete(self, ids: ArrayLike) -> int:
-        """Drop the rows of ids, values and state; an id that trains again begins anew.
+        """Drop the rows of ids, values and state; an id that trains again begins again.
 
         A change log and incremental checkpoints have it as an eviction.
 

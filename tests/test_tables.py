@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from persia._core.base.hashing import owners
+from persia._foreign.source import IDBlock
 from persia._rpc.messages import OptimizerSettings
 from persia._rpc.methods import embedding_worker
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
@@ -30,10 +31,11 @@ from persia.errors import (
     NotConfigured,
     StoreError,
 )
-from persia.tables import Table
+from persia.tables import IDSource, Table, read_numpy, read_parquet
 from tests.reference.hashing import bucket
 from tests.rpc.support import Wire
 from tests.support.contexts import a_batch, train, trained
+from tests.support.fixtures import Log
 from tests.support.profiles import tries
 from tests.support.services import (
     SCHEMA,
@@ -390,6 +392,59 @@ def test_rows_cannot_be_written_before_the_servers_know_the_optimizer() -> None:
                 call()
         assert not table.read([1]).any()
         assert len(table) == 0
+
+
+# --- files of others, and for others ---------------------------------------------------------
+
+
+def test_a_table_goes_into_files_and_comes_back(table: Table, tmp_path: Path) -> None:
+    ids = np.arange(100, dtype=np.uint64) * 3 + 2**40
+    vectors = np.random.default_rng(0).normal(size=(100, DIM)).astype(np.float32)
+    table.write(ids, vectors)
+    for name, read in (("x.parquet", read_parquet), ("x.npz", read_numpy)):
+        assert table.export(tmp_path / name) == 100
+        table.delete(ids)
+        assert table.load(read(tmp_path / name)) == len(table) == 100
+        assert table.read(ids, missing="raise").tobytes() == vectors.tobytes()
+
+
+def test_a_load_says_what_does_not_come_with_it(table: Table, caplog: Log) -> None:
+    def read() -> Iterator[IDBlock]:
+        for number in range(3):  # the last one counts
+            yield IDBlock(np.array([7], np.uint64), np.full((1, DIM), number, np.float32))
+
+    assert table.load(IDSource("elsewhere", DIM, None, read, ("no colours",))) == 3
+    assert (table.read([7]) == 2).all()
+    assert "elsewhere: no colours" in caplog.text
+
+
+def test_a_source_that_does_not_fit_is_refused(table: Table) -> None:
+    with pytest.raises(DimMismatch, match="expected vectors of dim 4, got 3 in arrays"):
+        table.load(read_numpy([1], np.ones((1, 3))))
+    with pytest.raises(DataError, match="finite values"):
+        table.load(read_numpy([1], np.full((1, 4), np.inf)))
+    reader = Table(table._worker, "sum", is_read_only=True)
+    with pytest.raises(ConfigError, match="load: this context only reads"):
+        reader.load(read_numpy([1], np.ones((1, DIM))))
+    assert len(table) == 0
+
+
+def test_an_export_that_fails_leaves_no_file(table: Table, tmp_path: Path) -> None:
+    table.write(np.arange(100), np.ones((100, DIM)))
+    blocks = table.blocks
+
+    def cut_short(size: int = 10) -> Iterator[Any]:
+        found = blocks(size)
+        yield next(found)
+        table._worker.clear_embeddings()
+        yield from found
+
+    table.blocks = cut_short  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match="were replaced while they were read"):
+        table.export(tmp_path / "x.parquet")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"ends with \.parquet or \.npz"):
+        table.export(tmp_path / "x.csv")
 
 
 # --- contexts --------------------------------------------------------------------------------

@@ -53,13 +53,11 @@ def array_of_ids(given: Any) -> NDArray[Any]:
     if hasattr(given, "detach"):
         given = given.detach().cpu().numpy()
     ids = np.asarray(given)
-    is_list = isinstance(given, list | tuple)
-    if (
-        is_list
-        and ids.dtype.kind in "fO"
-        and all(isinstance(x, int | np.integer) for x in given)
-    ):
-        ids = np.array([int(x) & 0xFFFFFFFFFFFFFFFF for x in given], np.uint64)
+    if ids.dtype.kind not in "fO" or not isinstance(given, list | tuple):
+        return ids
+    # Others stay what NumPy makes of them, which is refused.
+    if all(isinstance(x, int | np.integer) and -(2**63) <= x < 2**64 for x in given):
+        return np.array([int(x) % 2**64 for x in given], np.uint64)
     return ids
 
 

@@ -56,6 +56,7 @@ def test_what_is_neither_is_refused(
 def test_lists_of_large_ids_are_not_rounded() -> None:
     assert array_of_ids([2**63 + 1, 5, -1]).tolist() == [2**63 + 1, 5, 2**64 - 1]
     assert array_of_ids([2**63 + 1, 0.5]).dtype == np.float64
+    assert array_of_ids([2**64, 1]).dtype == object
     assert array_of_ids(torch.arange(3)).tolist() == [0, 1, 2]
 
 
