@@ -114,7 +114,7 @@ class Table:
         freeze: bool = True,
         flush: Callable[[], None] | None = None,
     ) -> Self:
-        """Write pretrained vectors, and return the table, ``frozen`` unless ``freeze`` is False."""
+        """Write pretrained vectors; return the table, ``frozen`` as ``freeze`` says."""
         table = cls(worker, feature, flush=flush)
         table.write(ids, vectors)
         table.frozen = freeze
