@@ -269,7 +269,7 @@ class Table:
         for note in source.notes:
             _logger.warning("%s: %s", source.name, note)
         num_rows = 0
-        with progress(f"loading {self.name}", "row", source.num_rows) as bar:
+        with _progress(f"loading {self.name}", "row", source.num_rows) as bar:
             for ids, vectors, states in source.blocks():
                 self.write(ids, vectors, states)
                 num_rows += len(ids)
@@ -348,7 +348,7 @@ class Table:
             ConfigError: Of another suffix, or without pyarrow; CheckpointError: The file cannot
                 be written.
         """
-        with progress(f"exporting {self.name}", "row") as bar:
+        with _progress(f"exporting {self.name}", "row") as bar:
 
             def counted() -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
                 for ids, vectors in self.blocks():
@@ -445,7 +445,7 @@ def _as_array(given: Any) -> NDArray[Any]:
         raise DataTypeError(f"expected an array, got {type(given).__name__}: {exc}") from None
 
 
-def progress(what: str, unit: str, total: int | None = None) -> Any:
+def _progress(what: str, unit: str, total: int | None = None) -> Any:
     """Return a bar that shows after a second, where there is a terminal."""
     options: dict[str, Any] = {"unit_scale": True, "delay": 1.0, "disable": None}
     return tqdm(total=total, desc=what, unit=f" {unit}", **options)

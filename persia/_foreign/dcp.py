@@ -83,7 +83,7 @@ def read_dcp(folder: str | os.PathLike[str], table: str, ids: Any = None) -> IDS
 
 
 def _reader(folder: str | os.PathLike[str]) -> Any:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     return FileSystemReader(folder)
 

@@ -111,9 +111,10 @@ def _marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER
     if not path.is_file():
         raise CheckpointError(f"{path}: expected the file that ends a dump, got none")
-    facts = load_yaml(str(path))
+    content = load_yaml(path)
+    facts: dict[str, Any] = content if isinstance(content, dict) else {}
     for key in ("num_shards", "num_internal_shards"):
-        value = facts.get(key) if isinstance(facts, dict) else None
+        value = facts.get(key)
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{path}: {key}: expected a number from 1 on, got {value!r}")
     return facts

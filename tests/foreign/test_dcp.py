@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as saving
-from torch.distributed._shard import sharded_tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from persia._foreign import dcp
 from persia._foreign.dcp import dcp_tables, read_dcp
@@ -38,7 +40,7 @@ CUTS = {
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """A process group of one, to save with; reading needs none."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -47,13 +49,13 @@ def process_group() -> Iterator[None]:
 
 def sharded(cuts: list[tuple[int, int, int, int]]) -> Any:
     shards = [
-        sharded_tensor.Shard(
+        Shard(
             WEIGHT[top : top + height, left : left + width].clone(),
             ShardMetadata([top, left], [height, width], "rank:0/cpu"),
         )
         for top, left, height, width in cuts
     ]
-    return sharded_tensor.init_from_local_shards(shards, NUM, DIM)
+    return init_from_local_shards(shards, NUM, DIM)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"{PREFIX}.t_{name}.weight": sharded(cuts) for name, cuts in CUTS.items()
         }
         plain = {"model.over.weight": torch.ones(2, 3), "model.bias": torch.ones(3), "step": 7}
-        saving.save(state | plain, checkpoint_id=path)
+        save(state | plain, checkpoint_id=path)
     return path
 
 

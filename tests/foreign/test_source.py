@@ -24,7 +24,8 @@ def test_ids_and_vectors_of_other_dtypes_are_converted() -> None:
     assert as_ids("x", np.array([-1, 5], np.int32)).tolist() == [2**64 - 1, 5]
     assert as_ids("x", np.array([7, 9, 8], np.uint8)[::2]).tolist() == [7, 8]
     vectors = as_vectors("x", np.ones((4, 2), np.float16)[::2])
-    assert (vectors.dtype, vectors.flags.c_contiguous) == (np.float32, True)
+    assert vectors.dtype == np.float32
+    assert vectors.flags.c_contiguous
 
 
 @pytest.mark.parametrize(

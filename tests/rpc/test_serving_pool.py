@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persia._rpc import serving_pool
-from persia._rpc.messages import LookupResult
+from persia._rpc.messages import FeatureScan, IDRows, IDsRequest, LookupResult
 from persia._rpc.methods import embedding_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.serving_pool import ServingWorkers
@@ -276,6 +277,14 @@ def test_other_methods_are_answered_by_any_and_batches_of_a_training_are_refused
         assert [stats["rows"] for stats in pool.server_stats()] == [0]
         assert pool.feature_order() is None
         pool.clear_embeddings()
+        ids = np.array([4, 5], np.uint64)
+        pool.write_rows(IDRows("sum", ids, np.ones((2, 4), np.float32), None))
+        assert pool.table_info("sum").group == "shared"
+        assert pool.count_rows("sum") == [2]
+        assert pool.delete_rows("sum", ids[:1]) == 1
+        assert pool.read_rows(IDsRequest("sum", ids, False, False)).found.tolist() == [0, 1]
+        piece = pool.scan_rows(FeatureScan("sum", 0, 0, 9, False))
+        assert (len(piece.signs), piece.cursor) == (1, None)
         result = job.workers[0].own.lookup_direct(features({"sum": [[1]]}))
         calls: tuple[Callable[[], object], ...] = (
             lambda: pool.lookup_direct(features({"sum": [[1]]})),

@@ -13,7 +13,14 @@ import pytest
 
 from persia._files import catalog
 from persia._files.storage import LocalStorage
-from persia._rpc.messages import LoadRequest, LookupRequest, PooledOutput, TableSigns
+from persia._rpc.messages import (
+    LoadRequest,
+    LookupRequest,
+    PooledOutput,
+    RowsRequest,
+    ScanRequest,
+    TableSigns,
+)
 from persia._server.read_only import ReadOnlyParameterServer
 from persia._server.service import ParameterServer
 from persia._training.checkpoint import CheckpointReader
@@ -83,6 +90,11 @@ def test_answers_are_those_of_evaluation(dumped: Trained, tmp_path: Path, count:
         (entries,) = others[0].read_embedding([TableSigns(table, np.array(asked, np.uint64))])
         assert entries.signs.tolist() == asked[:1]
         assert entries.states is None
+        signs = np.array([*asked, asked[0]], np.uint64)
+        found = others[0].read_rows(RowsRequest(table, signs, False, False))
+        assert found.found.tolist() == [1, 0, 1]
+        assert found.values[[0, 2]].tobytes() == 2 * entries.values.tobytes()
+        assert not found.values[1].any()
     for one in others:
         one.close()
 
@@ -219,6 +231,11 @@ def test_what_changes_rows_is_refused(dumped: Trained, tmp_path: Path) -> None:
         lambda: server.register_optimizer(ADAGRAD),
         lambda: server.set_embedding(()),
         server.clear_embeddings,
+        lambda: server.delete_rows(part),
+        lambda: server.read_rows(RowsRequest(0, part.signs, True, False)),
+        lambda: server.read_rows(RowsRequest(0, part.signs, False, True)),
+        lambda: server.scan_rows(ScanRequest(0, 0, 0, 9, False)),
+        lambda: server.count_rows(0, 0),
         lambda: server.cut_status(1),
     ):
         with pytest.raises(StoreError, match="is for inference"):

@@ -200,7 +200,7 @@ class Liar(RemoteParameterServer):
         self.server = server
         setattr(self, "client", self)  # noqa: B010
 
-    replica_index, replica_size = 0, 1  # type: ignore[assignment]
+    replica_index, replica_size = 0, 1
 
     @property
     def schema_fingerprint(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from persia._core.store.store import EmbeddingStore
 from persia.errors import DataError
 from tests.core.stores import ADAGRAD, adagrad_store, new_store, train, u64
 from tests.support.profiles import tries
+from tests.support.streams import Background
 
 BITS = 8
 MINE, OTHER = 3 << (64 - BITS), 4 << (64 - BITS)
@@ -92,6 +94,33 @@ def test_a_row_that_stays_comes_once_while_others_come_and_go(
     assert len(set(seen) & stayed) == len([x for x in seen if x in stayed])
     assert stayed <= set(seen) <= ever
     assert store.count(MINE, BITS, DIM, WORDS) == len(now)
+    store.check()
+
+
+def test_rows_that_stay_come_once_while_threads_change_others() -> None:
+    store = adagrad_store(num_threads=2)
+    stay, go = (np.arange(n * 2000, (n + 1) * 2000, dtype=np.uint64) + MINE for n in range(2))
+    train(store, stay, DIM)
+    is_over = threading.Event()
+
+    def churn() -> int:
+        rounds = 0
+        while not is_over.is_set():
+            train(store, go, DIM, batch_id=rounds)
+            store.update(stay, None, np.ones((len(stay), DIM), np.float32))
+            assert store.delete(go) == len(go)
+            rounds += 1
+        return rounds
+
+    changing = Background(churn)
+    try:
+        for _ in range(20):
+            found = signs_of(store, max_rows=300)
+            assert len([x for x in found if x < MINE + 2000]) == len(stay)
+            assert set(stay.tolist()) <= set(found)
+    finally:
+        is_over.set()
+    assert changing.result() > 0
     store.check()
 
 
