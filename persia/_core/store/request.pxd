@@ -76,7 +76,7 @@ cdef class Request:
     cdef const row_t *hints
     cdef const float *gradients     # or the values of a write
     cdef const uint32_t *states
-    cdef bint keeps_states          # a write without states leaves those of rows there as they are
+    cdef bint keeps_states          # of rows that are there, in a write without states
     cdef const char *raw_values     # of a restore, as rows keep them
     cdef const uint64_t *orders
     cdef const uint32_t *uses

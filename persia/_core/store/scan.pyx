@@ -53,7 +53,7 @@ cdef void put_row(Scan *scan, Row *row) noexcept nogil:
 
 
 cdef void scan_held(Shard *shard, Scan *scan, uint64_t end) noexcept nogil:
-    """Look at places under the lock, until there are rows up to ``end`` or it was held enough."""
+    """Look at places under the lock: until there are rows up to ``end``, or long enough."""
     cdef uint32_t chunk = scan.at >> PLACE_BITS, place = scan.at & PLACE_MASK
     cdef uint32_t num_places, looks = 0
     cdef const ChunkView *view
@@ -103,8 +103,8 @@ cdef tuple scan_rows(
     cdef uint32_t[:, ::1] states
     if not 1 <= max_rows or number >= num_shards:
         raise DataError(
-            f"a scan: expected a cursor of one of {num_shards} shards and at least one row, got "
-            f"{cursor:#x} and {max_rows}")
+            f"a scan: expected a cursor of one of {num_shards} shards and at least one row, "
+            f"got {cursor:#x} and {max_rows}")
     words = scan.format.state_words if with_states else 0
     found = (
         np.empty(max_rows, np.uint64), np.empty((max_rows, scan.format.dim), np.float32),
@@ -123,8 +123,9 @@ cdef tuple scan_rows(
             scan.at = 0
     following = None if number == num_shards else <uint64_t> number << 32 | scan.at
     # Copies: a view of few rows would keep the memory of all.
-    arrays = [array if scan.count == max_rows else array[:scan.count].copy() for array in found]
-    return arrays[0], arrays[1], arrays[2] if with_states else None, following
+    if scan.count < max_rows:
+        found = tuple([array[:scan.count].copy() for array in found])
+    return found[0], found[1], found[2] if with_states else None, following
 
 
 cdef uint64_t scan_count(Scan *scan, Shard *shards, uint32_t num_shards) noexcept:
