@@ -281,8 +281,8 @@ class Table:
     def __len__(self) -> int:
         """Return the number of rows, over all servers.
 
-        The servers look at every row, which takes seconds for hundreds of millions. While
-        training goes on, rows that come or go meanwhile are counted or not.
+        The servers look at every row of this dim. While training goes on, rows that come or go
+        meanwhile are counted or not.
         """
         self._wait()
         return sum(self._worker.count_rows(self.name))
