@@ -92,13 +92,16 @@ class Http:
             self._version = json.loads(body[:length]).get("model_version", "")
 
     async def live(self) -> bool:
-        try:
-            return bool(await self._client.is_server_live(self._url))
-        except json.JSONDecodeError:
-            return self._is_success
+        return await self._health(self._client.is_server_live)
 
     async def ready(self) -> bool:
-        return bool(await self._client.is_server_ready(self._url))
+        return await self._health(self._client.is_server_ready)
+
+    async def _health(self, ask: Any) -> bool:
+        try:
+            return bool(await ask(self._url))
+        except json.JSONDecodeError:
+            return self._is_success
 
     async def model_ready(self, model: str, version: str) -> bool:
         return bool(await self._client.is_model_ready(self._url, _path(model, version)))
