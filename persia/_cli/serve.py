@@ -69,7 +69,12 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
         "Rows to which waiting requests are joined.",
     ),
     ("--max-queue", click.IntRange(0), 1024, "Requests that may wait; beyond it 429."),
-    ("--max-connections", click.IntRange(1), 1024, "Connections of HTTP; beyond them 503."),
+    (
+        "--max-connections",
+        click.IntRange(1),
+        1024,
+        "Connections of each port; beyond them 503.",
+    ),
     ("--max-body-mb", click.IntRange(1), 64, "Megabytes of one request."),
     ("--timeout", _SECONDS, 30.0, "Seconds until a request must be answered."),
     ("--body-timeout", _SECONDS, 30.0, "Seconds until the whole of a request must have come."),

@@ -95,7 +95,8 @@ class Predictor:
             tuple(one.name for one in model.features),
             tuple(one.kind for one in model.features),
         )
-        self._decode = InputDecoder(model.features, model.dense)
+        sizes = {name: slot.sample_fixed_size for name, slot in schema.slots.items()}
+        self._decode = InputDecoder(model.features, model.dense, sizes)
         self._names = [one.name for one in model.outputs]
         self._transfer = DeviceTransfer(torch.device("cpu"))
         self._num_threads = num_threads

@@ -18,6 +18,7 @@ import json
 import platform
 import re
 import tempfile
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -474,6 +475,7 @@ class _Graph:
 
 
 _graphs: dict[bytes, _Graph] = {}  # by all of a file but the weights
+_graphs_lock = threading.Lock()  # guards it: versions of several models are loaded at once
 
 
 def _load_exported(data: bytes) -> Program:
@@ -493,16 +495,18 @@ def _load_exported(data: bytes) -> Program:
             digest.update(f"{name} {archive.getinfo(name).file_size} ".encode())
             digest.update(archive.read(name))
     key = digest.digest()
-    graph = _graphs.get(key)
+    with _graphs_lock:
+        graph = _graphs.get(key)
     if graph is not None and graph.takes(weights):
         return graph.bind({name: graph.read(name, one) for name, one in weights.items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called, graph = _direct(load(io.BytesIO(data)), _members(archive))
     if graph is not None and graph.takes(weights):
-        while len(_graphs) >= _MAX_GRAPHS:
-            _graphs.pop(next(iter(_graphs)), None)
-        _graphs[key] = graph
+        with _graphs_lock:
+            while len(_graphs) >= _MAX_GRAPHS:
+                del _graphs[next(iter(_graphs))]
+            _graphs[key] = graph
     return called
 
 

@@ -70,7 +70,7 @@ class ListenSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
     body_timeout_s: float = 30.0
     max_unfinished_bytes: int = 256 << 20
-    max_connections: int = 1024  # of HTTP; 503 beyond
+    max_connections: int = 1024  # of each port; HTTP answers 503 beyond, gRPC refuses
     drain_delay_s: float = 0.0
     drain_s: float = 30.0
     shares_ports: bool = False  # with other processes of the same server
@@ -287,6 +287,7 @@ class ModelServer:
             port,
             tls=_read_tls(settings),
             shares_ports=settings.shares_ports,
+            max_connections=settings.max_connections,
         )
 
     async def _serve_http(
