@@ -281,7 +281,8 @@ def batch_shape(request: DecodedRequest) -> BatchShape | None:
 
     Every input has the first dimension B, or 1 for one user beside B candidates. Ragged inputs
     whose offsets are no offsets stay alone: joined, they would move the rows of others. So does
-    a user of whom much would be repeated, and a body that the model's metadata has yet to read.
+    a user with a long history, which would be repeated, and a body that is read only by the
+    model's metadata.
     """
     inputs = request.inputs
     if not inputs or request.read_raw is not None:
@@ -305,7 +306,8 @@ def batch_shape(request: DecodedRequest) -> BatchShape | None:
         rows = len(values)
         largest = max(largest, values.size // max(rows, 1))
         if is_ragged and kind == "offsets":
-            if not _are_offsets(values, len(inputs[f"{base}.values"])):
+            ids = inputs[f"{base}.values"]
+            if ids.ndim != 1 or not _are_offsets(values, len(ids)):
                 return None
             rows -= 1
         if rows == 0 or (rows != num_rows and 1 not in (rows, num_rows)):

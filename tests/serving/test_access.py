@@ -96,12 +96,12 @@ def grpc_methods() -> set[tuple[str, str, str]]:
     """Return port, service and method of everything that the gRPC frontends have."""
     nothing: Any = None
     calls = UnaryCalls(AccessPolicy(), MessageReader(1.0, 1))
-    frontends = {
+    frontends: dict[str, Any] = {
         "grpc": GrpcFrontend(nothing, calls, RequestLimits()),
         "torchserve": TorchServeFrontend(nothing, calls),
     }
     return {
-        (port, *name.strip("/").split("/"))  # type: ignore[misc]
+        (port, *name.strip("/").split("/"))
         for port, frontend in frontends.items()
         for handler in frontend.handlers()
         for name in handler._method_handlers
@@ -109,7 +109,7 @@ def grpc_methods() -> set[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer wrong-wrong-wrong", f"Basic {SECOND}"])
-def test_a_stranger_is_refused_everywhere(tokens: dict[str, Path], shown: str) -> None:
+def test_a_stranger_is_refused_everywhere(tokens: dict[str, Any], shown: str) -> None:
     headers = {"authorization": shown} if shown else {}
     routes, methods = rest_routes(), grpc_methods()
     assert len(routes) >= 14
@@ -135,11 +135,11 @@ def test_a_stranger_is_refused_everywhere(tokens: dict[str, Path], shown: str) -
                     continue
                 with pytest.raises(grpc.RpcError) as refused:
                     call(b"", timeout=PATIENCE_S, metadata=metadata)
-                code = refused.value.code()  # type: ignore[attr-defined]
+                code = refused.value.code()
                 assert code.name in ("UNAUTHENTICATED", "PERMISSION_DENIED"), (service, method)
 
 
-def test_the_token_of_callers_controls_nothing(tokens: dict[str, Path]) -> None:
+def test_the_token_of_callers_controls_nothing(tokens: dict[str, Any]) -> None:
     with (
         serving(FakeRepository(echo=EchoModel()), **tokens) as running,
         httpx.Client(base_url=f"http://{running.http}") as client,

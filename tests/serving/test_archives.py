@@ -61,7 +61,7 @@ def test_a_graph_calls_operators_on_tensors_only(data: bytes, tmp_path: Path) ->
 
 def scripted(function: Any) -> bytes:
     file = io.BytesIO()
-    torch.jit.save(torch.jit.script(function), file)  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(function), file)
     return file.getvalue()
 
 

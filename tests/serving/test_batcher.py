@@ -77,6 +77,7 @@ def test_requests_that_differ_have_another_signature(inputs: dict[str, Any]) -> 
         {"a__values": [1, 2], "a__offsets": [0, 2, 1, 2]},
         {"a__values": [1, 2], "a__offsets": [1, 2]},
         {"a__values": [1, 2], "a__offsets": [0, 2], "a__weights": [1.0]},
+        {"a__values": 5, "a__offsets": [0, 1]},
         {},
         # A history that would be repeated for each of the candidates.
         {"a": np.zeros((1, 1 << 17)), "b": np.zeros(9)},

@@ -212,7 +212,7 @@ def test_rows_are_where_they_may_be(trained: tuple[TrainCtx, Path], tmp_path: Pa
     Predictor(trained[1], rows_within=[]).close()
     model = Bundle.open(trained[1]).model
 
-    def check(allowed: list[str], **rows: str) -> None:
+    def check(allowed: list[str], **rows: Any) -> None:
         changed = replace(model, rows=replace(model.rows, **rows))
         Bundle(trained[1], changed).check_places(allowed)
 

@@ -393,12 +393,14 @@ def kserve_child_array(array: NDArray[Any]) -> dict[str, Any]:
 
 def array_of(one: Mapping[str, Any]) -> NDArray[Any]:
     """Return the array of what kserve_child.py wrote."""
-    if one["dtype"] != "object":
-        data = base64.b64decode(one["data"])
-        return np.frombuffer(data, one["dtype"]).reshape(one["shape"])
-    found = np.empty(len(one["data"]), object)
-    found[:] = [base64.b64decode(text) for text in one["data"]]
-    return found.reshape(one["shape"])
+    found: NDArray[Any]
+    if one["dtype"] == "object":
+        found = np.empty(len(one["data"]), object)
+        found[:] = [base64.b64decode(text) for text in one["data"]]
+    else:
+        found = np.frombuffer(base64.b64decode(one["data"]), one["dtype"])
+    found.shape = tuple(one["shape"])
+    return found
 
 
 def why_no_kserve() -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 import httpx
-import kserve
+import kserve  # type: ignore[import-not-found]
 import numpy as np
-from kserve.protocol.infer_type import InferInput, InferRequest, RequestedOutput
+from kserve.protocol import infer_type  # type: ignore[import-not-found]
 
 TIMEOUT_S = 60.0
 
@@ -47,16 +47,16 @@ def request_of(asked: dict[str, Any], is_http: bool) -> Any:
     inputs = []
     for name, kind, array in asked["inputs"]:
         values = to_array(array)
-        one = InferInput(name, list(values.shape), kind)
+        one = infer_type.InferInput(name, list(values.shape), kind)
         one.set_data_from_numpy(values, binary_data=asked["binary"])
         one._datatype = kind  # it has set that of the array, and the suite sends wrong ones
         inputs.append(one)
     binary = {"binary_data": asked["binary"]} if is_http else None
-    wanted = [RequestedOutput(name, binary) for name in asked["outputs"]]
+    wanted = [infer_type.RequestedOutput(name, binary) for name in asked["outputs"]]
     parameters = dict(asked["parameters"])
     if is_http and asked["binary"] and not wanted:
         parameters["binary_data_output"] = True
-    return InferRequest(
+    return infer_type.InferRequest(
         asked["model"],
         inputs,
         request_id=asked["id"] or None,

@@ -195,7 +195,7 @@ class Attack:
             self.faults.append(f"{self.name}: {status} {text:.200}")
 
 
-_STRANGE = (
+_STRANGE: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, 1e308, 2**63, 2**64, -(2**70), "", "a", "\ud800", "9" * 5000),
     *([], {}, [[]], [None], {"a": []}, [[[[[[[[[1]]]]]]]]], "FP32", "BYTES", "INT64"),
 )
@@ -376,20 +376,20 @@ class GrpcAttack(Attack):
         one = rng.choice(asked.inputs)
         place = rng.randrange(len(asked.raw_input_contents))
         raw = asked.raw_input_contents[place]
-        kind = rng.randrange(8)
-        if kind == 0:
+        what = rng.randrange(8)
+        if what == 0:
             asked.raw_input_contents[place] = spoil(raw, rng)
-        elif kind == 1:
+        elif what == 1:
             del asked.raw_input_contents[place]
-        elif kind == 2:
+        elif what == 2:
             one.shape[:] = [rng.choice([-1, 0, 1, 1 << 40, 1 << 62]) for _ in range(3)]
-        elif kind == 3:
+        elif what == 3:
             one.datatype = rng.choice(["FP64", "BYTES", "BOOL", "", "\0", "BF16", "UINT8"])
-        elif kind == 4:
+        elif what == 4:
             one.contents.int64_contents.extend([1, 2, 3])
-        elif kind == 5:
+        elif what == 5:
             one.name = rng.choice(["", "x" * 10_000, "user.values", "batch"])
-        elif kind == 6:
+        elif what == 6:
             asked.parameters["timeout"].int64_param = rng.choice([-1, 1, 1 << 62])
         else:
             one.parameters["pad"].int64_param = -1
@@ -411,10 +411,10 @@ class GrpcAttack(Attack):
             call(data, timeout=30.0)
             self.counts["OK"] += 1
         except grpc.RpcError as error:
-            name = error.code().name  # type: ignore[attr-defined]
+            name = error.code().name
             self.counts[name] += 1
             if name in ("INTERNAL", "UNKNOWN", "DATA_LOSS"):
-                self.faults.append(f"grpc {method}: {name} {error.details():.200}")  # type: ignore[attr-defined]
+                self.faults.append(f"grpc {method}: {name} {error.details():.200}")
         self.end.wait(0.004)
 
     def stop(self) -> None:

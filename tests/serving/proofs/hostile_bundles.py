@@ -304,7 +304,7 @@ class Script(torch.nn.Module):
 @spoils
 def torchscript_that_reads_files(folder: Path, outside: Path, rng: random.Random) -> None:
     file = io.BytesIO()
-    torch.jit.save(torch.jit.script(Script(str(outside / "secret"))), file)  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(Script(str(outside / "secret"))), file)
     put(folder, "dense.ts", file.getvalue())
     change(folder, lambda model: model.update(format="torchscript"))
 

@@ -359,7 +359,11 @@ def run(folder: Path, kills: int, seed: int) -> int:
             OverHttp(deployment.follower, training, is_of_one_moment=True),
             OverHttp(deployment.front, training, is_of_one_moment=False),
         ]
-        asks = {"follower": over[0], "copies": over[1], "workers": OverWorkers(deployment.ctx)}
+        asks: dict[str, Callable[[], tuple[bool, str]]] = {
+            "follower": over[0],
+            "copies": over[1],
+            "workers": OverWorkers(deployment.ctx),
+        }
         clients = {name: Asking(name, ask) for name, ask in asks.items()}
         for one in clients.values():
             stack.callback(one.stop)
