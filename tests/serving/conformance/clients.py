@@ -399,8 +399,8 @@ def array_of(one: Mapping[str, Any]) -> NDArray[Any]:
         found[:] = [base64.b64decode(text) for text in one["data"]]
     else:
         found = np.frombuffer(base64.b64decode(one["data"]), one["dtype"])
-    found.shape = tuple(one["shape"])
-    return found
+    shaped: NDArray[Any] = found.reshape(one["shape"])
+    return shaped
 
 
 def why_no_kserve() -> str:
