@@ -152,6 +152,10 @@ class OverHttp:
             return False, f"version {version} of step {cut}: rows of {steps.tolist()}"
         return False, ""
 
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
 
 class OverWorkers:
     """Looks rows up by an ``InferCtx``."""
@@ -359,6 +363,8 @@ def run(folder: Path, kills: int, seed: int) -> int:
             OverHttp(deployment.follower, training, is_of_one_moment=True),
             OverHttp(deployment.front, training, is_of_one_moment=False),
         ]
+        for place in over:
+            stack.callback(place.close)
         asks: dict[str, Callable[[], tuple[bool, str]]] = {
             "follower": over[0],
             "copies": over[1],

@@ -30,5 +30,6 @@ def test_no_kill_makes_a_row_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_hostile_input_harms_nothing(tmp_path: Path) -> None:
     assert hostile.run(tmp_path, 20.0, 1) == 0
