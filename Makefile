@@ -109,6 +109,13 @@ proof-latency: build  ## latency of serving ROWS=10000000 rows, beside a Triton 
 proof-fresh: build  ## seconds from a step of training to the request that sees it, UPDATES=200
 	$(BIN)/python -m tests.serving.proofs.fresh --judge --updates $(or $(UPDATES),200)
 
+.PHONY: proof-kills proof-hostile
+proof-kills: build  ## SIGKILL to servers, workers, follower and training, KILLS=50: no zeros
+	$(BIN)/python -m tests.serving.proofs.kills --kills $(or $(KILLS),50) --seed $(or $(SEED),1)
+
+proof-hostile: build  ## hostile requests, frames and bundles at one server for MINUTES=10
+	$(BIN)/python -m tests.serving.proofs.hostile --minutes $(or $(MINUTES),10)
+
 .PHONY: proof-int8 proof-lookup
 proof-int8: build  ## AUC and bytes of served rows of int8 against float32 and training
 	$(BIN)/python -m tests.serving.proofs.int8
@@ -157,6 +164,16 @@ triton: $(VENV)/.created  ## fetch a real Triton for tests/serving/conformance i
 	chmod +x $(TRITON)/pytriton/tritonserver/bin/tritonserver $(TRITON)/pytriton/tritonserver/backends/python/triton_python_backend_stub
 	@! ldd $(TRITON)/pytriton/tritonserver/backends/python/triton_python_backend_stub | grep 'not found' || { \
 	  echo "make: Triton's Python lacks the above. On Debian: sudo apt install libpython3.11" >&2; exit 1; }
+
+KSERVE ?= build/kserve
+
+.PHONY: kserve conformance
+kserve: $(VENV)/.created  ## install KServe's clients into a virtual environment of their own
+	$(PYTHON) -m venv $(KSERVE)
+	$(KSERVE)/bin/python -m pip install --quiet --disable-pip-version-check 'kserve==0.21.0'
+
+conformance: build triton kserve  ## the protocol's cases by every client, at ours and a real Triton
+	$(PYTEST) -q tests/serving/conformance
 
 format:  ## let ruff write the style it checks
 	$(BIN)/ruff check --fix .

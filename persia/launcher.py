@@ -402,10 +402,10 @@ def report(files: tuple[Path, ...], output: Path) -> None:
 @click.option("--dense-filename", default="dense.pt", show_default=True)
 @click.option(
     "--format",
-    type=click.Choice(("export", "torchscript")),
+    type=click.Choice(("export", "torchscript", "aot")),
     default="export",
     show_default=True,
-    help="Of the dense net's program.",
+    help="Of the dense net's program; aot is compiled for this processor.",
 )
 @click.option(
     "--missing",

@@ -69,7 +69,12 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
         "Rows to which waiting requests are joined.",
     ),
     ("--max-queue", click.IntRange(0), 1024, "Requests that may wait; beyond it 429."),
-    ("--max-connections", click.IntRange(1), 1024, "Connections of HTTP; beyond them 503."),
+    (
+        "--max-connections",
+        click.IntRange(1),
+        1024,
+        "Connections of each port; beyond them 503.",
+    ),
     ("--max-body-mb", click.IntRange(1), 64, "Megabytes of one request."),
     ("--timeout", _SECONDS, 30.0, "Seconds until a request must be answered."),
     ("--body-timeout", _SECONDS, 30.0, "Seconds until the whole of a request must have come."),
@@ -98,6 +103,12 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ),
     ("--cache-ttl-ms", _SECONDS, 0.0, "Milliseconds that rows of servers are kept; 0: none."),
     ("--cache-rows", click.IntRange(2), 100_000, "Rows kept, of each server."),
+    (
+        "--rows-within",
+        str,
+        None,
+        "Folders or URLs, with commas, below which versions may have rows elsewhere.",
+    ),
     (
         "--loader",
         str,
@@ -129,6 +140,8 @@ def add_options(command: Any) -> Any:
         command = click.option(name, values, multiple=True, help=text)(command)
     text = "Serve a new version whose inputs differ from the last one's."
     command = click.option("--allow-schema-change", is_flag=True, help=text)(command)
+    text = "Load dense nets of machine code (format aot): it may do anything."
+    command = click.option("--allow-native", is_flag=True, help=text)(command)
     command = click.option("--no-grpc", is_flag=True, help="Serve HTTP only.")(command)
     return click.option("--worker", type=click.IntRange(0), hidden=True)(command)
 
@@ -284,8 +297,15 @@ def _loader(values: Mapping[str, Any]) -> Callable[[Path], Servable]:
                 cache_ttl_ms=values["cache_ttl_ms"], cache_rows=values["cache_rows"]
             )
         row_dtype, interval_s = values["row_dtype"], values["follow_interval"]
+        within, native = values["rows_within"], values["allow_native"]
+        places = None if within is None else [one.strip() for one in within.split(",")]
         return lambda folder: Predictor(
-            folder, row_dtype=row_dtype, follow_interval_s=interval_s, row_servers=servers
+            folder,
+            row_dtype=row_dtype,
+            follow_interval_s=interval_s,
+            row_servers=servers,
+            rows_within=places,
+            allow_native=native,
         )
     module, _, attribute = name.partition(":")
     try:

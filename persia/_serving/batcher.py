@@ -24,6 +24,9 @@ from persia.errors import InternalError, ServiceBusy, ServiceTimeout, ServiceUna
 _logger = logging.getLogger(__name__)
 
 Arrays = Mapping[str, NDArray[Any]]
+# Elements of an input of one row, repeated for the others of its request, up to which it is
+# joined: alone it is not repeated.
+_MOST_REPEATED = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +93,10 @@ class ModelThreads:
     ) -> None:
         self._serve = serve
         self._max_waiting, self._max_waiting_bytes = max_waiting, max_waiting_bytes
-        self._changed = threading.Condition()  # guards all below
+        lock = threading.Lock()  # guards all below
+        # Threads wait for the first. What is notified there wakes one of them, so that who
+        # waits for the end has a condition of its own.
+        self._changed, self._ended = threading.Condition(lock), threading.Condition(lock)
         self._waiting: deque[InferJob] = deque()
         self._waiting_bytes = 0
         self._num_idle = 0
@@ -201,12 +207,12 @@ class ModelThreads:
         with self._changed:
             self._num_taken -= 1
             if not self._num_taken and not self.num_waiting:
-                self._changed.notify_all()
+                self._ended.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no job waits or runs; False if that takes longer."""
-        with self._changed:
-            return self._changed.wait_for(
+        with self._ended:
+            return self._ended.wait_for(
                 lambda: not self.num_waiting and not self._num_taken, timeout_s
             )
 
@@ -220,6 +226,7 @@ class ModelThreads:
             self._num_held = 0
             self._waiting_bytes = 0
             self._changed.notify_all()
+            self._ended.notify_all()
         for job in left:
             job.error = ServiceUnavailable("expected an answer, the server has ended")
             job.notify(job)
@@ -273,10 +280,14 @@ def batch_shape(request: DecodedRequest) -> BatchShape | None:
     """Return what a request can be joined by; None: it is scored alone.
 
     Every input has the first dimension B, or 1 for one user beside B candidates. Ragged inputs
-    whose offsets are no offsets stay alone: joined, they would move the rows of others.
+    whose offsets are no offsets stay alone: joined, they would move the rows of others. So does
+    a user with a long history, which would be repeated, and a body that is read only by the
+    model's metadata.
     """
     inputs = request.inputs
-    num_rows = 1
+    if not inputs or request.read_raw is not None:
+        return None
+    num_rows, largest = 1, 0  # elements of one row
     parts: list[Any] = []
     for name, values in sorted(inputs.items()):
         base, _, kind = name.rpartition(".")
@@ -290,15 +301,20 @@ def batch_shape(request: DecodedRequest) -> BatchShape | None:
         if is_ragged and kind in ("values", "weights"):
             if values.shape != inputs[f"{base}.values"].shape or values.ndim != 1:
                 return None
+            largest = max(largest, len(values))
             continue
         rows = len(values)
+        largest = max(largest, values.size // max(rows, 1))
         if is_ragged and kind == "offsets":
-            if not _are_offsets(values, len(inputs[f"{base}.values"])):
+            ids = inputs[f"{base}.values"]
+            if ids.ndim != 1 or not _are_offsets(values, len(ids)):
                 return None
             rows -= 1
         if rows == 0 or (rows != num_rows and 1 not in (rows, num_rows)):
             return None
         num_rows = max(num_rows, rows)
+    if num_rows * largest > _MOST_REPEATED:
+        return None
     return BatchShape(tuple(map(repr, parts)), num_rows)
 
 

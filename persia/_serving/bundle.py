@@ -1,7 +1,9 @@
 """A version of a model as a folder: what is served, the dense net, and where the rows are.
 
     <repository>/<model>/<version>/persia-model.json     what the files are, and their checksums
-                                   dense.pt2             the dense net, or dense.ts
+                                   dense.pt2             the dense net; or dense.ts, of
+                                                         TorchScript; or dense.aot.pt2,
+                                                         machine code
                                    embedding_config.yml
                                    rows/                 a checkpoint, unless rows are elsewhere
     <repository>/<model>/current.json                    {"version": n}, which is served
@@ -19,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,7 +43,7 @@ MANIFEST, CURRENT, SCHEMA, ROWS = (
     "rows",
 )
 # Name of the dense net's file by format.
-DENSE = {"export": "dense.pt2", "torchscript": "dense.ts"}
+DENSE = {"export": "dense.pt2", "torchscript": "dense.ts", "aot": "dense.aot.pt2"}
 FORMAT, VERSION = "persia-model", 1
 MAX_JSON_BYTES = 16 << 20
 MAX_FILE_BYTES = 1 << 36
@@ -113,7 +115,8 @@ class ServedModel(Record):
     created: str = field(default_factory=now)
     writer: str = __version__  # of PERSIA
     torch: str  # version that exported it
-    format: Literal["export", "torchscript"] = "export"
+    format: Literal["export", "torchscript", "aot"] = "export"
+    processor: str = ""  # that the dense net was compiled for
     step: Annotated[int, integer()] = 0  # the cut comes after this step
     features: Listed[tuple[ServedFeature, ...]]
     dense: Listed[tuple[ServedTensor, ...]]
@@ -223,11 +226,30 @@ class Bundle:
         except ConfigError as exc:
             raise CheckpointError(f"{self.folder / SCHEMA}: {exc}") from exc
 
+    def check_places(self, allowed: Sequence[str]) -> None:
+        """Refuse rows and a change log that are neither in this folder nor below those."""
+        rows = self.model.rows
+        for place in ("" if rows.url == ROWS else rows.url, rows.log or ""):
+            if place and not any(_is_below(place, one) for one in allowed):
+                raise CheckpointError(
+                    f"{self.folder}: rows: expected a place below one of "
+                    f"{', '.join(allowed) or 'none'}, got {place!a:.200}"
+                )
+
     @property
     def rows_url(self) -> str:
         """Where the checkpoint of the rows is."""
         url = self.model.rows.url
         return str(self.folder / ROWS) if url == ROWS else url
+
+
+def _is_below(place: str, folder: str) -> bool:
+    """Whether a folder or URL is another, or in it, wherever links lead."""
+    if "://" in place or "://" in folder:
+        parts = place.split("/")
+        is_plain = ".." not in parts and not set(place) & set("%?#\\")
+        return is_plain and f"{place.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
+    return Path(place).resolve().is_relative_to(Path(folder).resolve())
 
 
 def _checksum(data: bytes) -> str:

@@ -56,7 +56,9 @@ class ExportOptions:
     """What a version shall be, beside the model.
 
     Attributes:
-        format: ``export`` for torch.export, or ``torchscript``.
+        format: ``export`` for torch.export, ``torchscript``, or ``aot``: compiled for this
+            processor by AOTInductor, which needs a C++ compiler here and ``--allow-native``
+            where it is served.
         outputs: Names of the outputs, in their order; None keeps the model's own.
         missing: What an id without a row is, for all features or by name: ``zeros``, as in
             evaluation; ``initial``, as training would begin it; or ``mean`` of all rows.
@@ -204,6 +206,7 @@ def write_version(
             is_batch_independent=traced.is_batch_independent,
             min_samples=traced.min_samples,
             max_difference=traced.max_difference,
+            processor=traced.processor,
             rows=rows,
             files={},
         )

@@ -14,6 +14,7 @@ once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,17 +31,29 @@ Array = NDArray[Any]
 _SUFFIXES = ("", ".values", ".offsets", ".weights", ".pad")
 # The input that is a whole batch.
 BATCH = "batch"
-# Samples of one request: what one array of 4-byte numbers may count.
-MAX_SAMPLES = (1 << 31) - 2
+# Of one request: ids of a feature after one sample's were repeated for all others, and numbers
+# in all vectors. A few megabytes of a request may ask for very many of both.
+MAX_IDS, MAX_FLOATS = 16 << 20, 1 << 28
 
 
 class InputDecoder:
-    """Reads the requests of one model; any thread may call it."""
+    """Reads the requests of one model; any thread may call it.
+
+    Args:
+        features: Of the model.
+        dense: Its dense inputs.
+        fixed_sizes: Ids that a sample has of each raw feature, by name.
+    """
 
     def __init__(
-        self, features: Sequence[ServedFeature], dense: Sequence[ServedTensor]
+        self,
+        features: Sequence[ServedFeature],
+        dense: Sequence[ServedTensor],
+        fixed_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self._features = tuple(features)
+        fixed = fixed_sizes or {}
+        self._widths = [_width(one, fixed.get(one.name, 1)) for one in features]
         self._dense = tuple((one, np.dtype(one.dtype)) for one in dense)
         self._known = {one.name + suffix for one in features for suffix in _SUFFIXES}
         self._known |= {one.name for one in dense}
@@ -65,6 +78,7 @@ class InputDecoder:
         features = [self._feature(one, inputs) for one in self._features]
         dense = [self._tensor(one, dtype, inputs) for one, dtype in self._dense]
         size = self._batch_size(features, dense)
+        self._check_memory(features, size)
         return (
             tuple(
                 _empty(one, size) if found is None else _repeated(found, size)
@@ -144,6 +158,28 @@ class InputDecoder:
             size, of = its, name
         return size
 
+    def _check_memory(self, features: Sequence[FeatureBatch | None], size: int) -> None:
+        """Refuse more samples than there shall be memory for, before it is taken."""
+        num_floats = 0
+        for (of_sample, of_id), one in zip(self._widths, features, strict=True):
+            num_ids = 0
+            if one is not None:
+                num_ids = one.num_ids * (size if one.batch_size < size else 1)
+                if num_ids > MAX_IDS:
+                    raise DataError(
+                        f"input {one.name!r}: expected at most {MAX_IDS} ids for {size} "
+                        f"samples, got {num_ids}"
+                    )
+            num_floats += size * of_sample + num_ids * of_id
+        num_floats += size * sum(
+            max(1, math.prod(max(1, dim) for dim in one.shape)) for one, _ in self._dense
+        )
+        if num_floats > MAX_FLOATS:
+            raise DataError(
+                f"expected a request of at most {MAX_FLOATS} numbers in vectors, got "
+                f"{num_floats} of {size} samples"
+            )
+
     # --- a whole batch ------------------------------------------------------------------------
 
     def _of_batch(
@@ -174,6 +210,7 @@ class InputDecoder:
             if one.name not in features and not one.optional:
                 raise DataError(f"feature {one.name!r}: expected it in the batch")
             ids.append(features.get(one.name) or _empty(one, batch.batch_size))
+        self._check_memory(ids, batch.batch_size)
         arrays = batch.non_id_type_features
         if len(arrays) != len(self._dense):
             raise DataError(
@@ -186,6 +223,15 @@ class InputDecoder:
             given = by_name[spec.name] if named else array.data
             found.append(self._tensor(spec, dtype, {spec.name: given}))
         return tuple(ids), found, batch.batch_size
+
+
+def _width(feature: ServedFeature, fixed_size: int) -> tuple[int, int]:
+    """Return the numbers that each sample of a feature becomes, and those of each id."""
+    if feature.kind == "jagged":
+        return 0, feature.dim
+    if feature.kind == "raw":
+        return fixed_size * (feature.dim + 1), 0
+    return feature.dim, 0
 
 
 def _ids(name: str, given: Array) -> NDArray[np.uint64]:
@@ -267,8 +313,6 @@ def _repeated(batch: FeatureBatch, size: int) -> FeatureBatch:
     inverse = np.tile(batch.inverse, size) if num_ids > 1 else batch.inverse.repeat(size)
     edges = None
     if batch.offsets is not None:
-        if num_ids * size > MAX_SAMPLES:
-            raise DataError(f"input {batch.name!r}: expected fewer ids for {size} samples")
         edges = np.arange(size + 1, dtype=np.uint32) * np.uint32(num_ids)
     weights = None if batch.weights is None else np.tile(batch.weights, size)
     return FeatureBatch(batch.name, batch.distinct, inverse, edges, weights)

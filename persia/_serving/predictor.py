@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ class Predictor:
             version was published with one.
         row_servers: Servers to take rows from, if they are not to be held here; ``row_dtype``
             and ``follow_interval_s`` are theirs then.
+        rows_within: Folders or URLs below which rows and change logs may be that are not in
+            the bundle's own folder; None: wherever it says.
+        allow_native: Whether a dense net of machine code is loaded (``format="aot"``).
 
     Raises:
         CheckpointError: If the bundle or its rows are damaged, or cannot be read.
@@ -61,13 +64,22 @@ class Predictor:
         row_dtype: str = "float32",
         follow_interval_s: float = 0.25,
         row_servers: RowServers | None = None,
+        rows_within: Sequence[str] | None = None,
+        allow_native: bool = False,
     ) -> None:
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         model = self.model = self.bundle.model
         self.bundle.verify()
+        if rows_within is not None:
+            self.bundle.check_places(rows_within)
         name = DENSE[model.format]
-        place = str(self.bundle.folder / name)
-        self._program = load_program(self.bundle.read(name), model.format, place)
+        self._program = load_program(
+            self.bundle.read(name),
+            model.format,
+            str(self.bundle.folder / name),
+            allow_native=allow_native,
+            processor=model.processor,
+        )
         schema = self.bundle.schema()
         for feature in model.features:
             slot = schema.slots.get(feature.name)
@@ -83,7 +95,8 @@ class Predictor:
             tuple(one.name for one in model.features),
             tuple(one.kind for one in model.features),
         )
-        self._decode = InputDecoder(model.features, model.dense)
+        sizes = {name: slot.sample_fixed_size for name, slot in schema.slots.items()}
+        self._decode = InputDecoder(model.features, model.dense, sizes)
         self._names = [one.name for one in model.outputs]
         self._transfer = DeviceTransfer(torch.device("cpu"))
         self._num_threads = num_threads

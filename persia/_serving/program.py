@@ -15,70 +15,32 @@ import functools
 import hashlib
 import io
 import json
+import platform
 import re
+import tempfile
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from persia._serving.bundle import MAX_JSON_BYTES, ServedTensor
+from persia._serving.archives import check_archive, check_native, check_script
+from persia._serving.bundle import ServedTensor
 from persia._training.batch import Jagged, NamedList
 from persia.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-Format = Literal["export", "torchscript"]
+Format = Literal["export", "torchscript", "aot"]
 Tensors = tuple[torch.Tensor, ...]
 Program = Callable[..., Sequence[torch.Tensor]]
 # Greatest |difference| of a program to its model, relative to values above 1.
 TOLERANCE = 1e-5
-# Members of a program's file; no other is taken, as one may be code.
-_MEMBERS = re.compile(
-    r"[^/]+/(archive_format|archive_version|byteorder|version|\.data/version"
-    r"|\.data/serialization_id|data/(weights|constants)/(weight_[0-9]+|tensor_[0-9]+)"
-    r"|data/(weights|constants)/model_(weights|constants)_config\.json"
-    r"|models/model\.json|data/sample_inputs/model\.pt)"
-)
-# A size of a traced tensor: sums and products of symbols. torch evaluates it, so that nothing
-# may be in it that can be called but these.
-_EXPRESSION = re.compile(r"[\w\s'+\-*/(),.<>=&|~%]{0,10000}")
-_FUNCTIONS = frozenset(
-    (
-        "Add",
-        "Mul",
-        "Pow",
-        "Mod",
-        "PythonMod",
-        "FloorDiv",
-        "CleanDiv",
-        "CeilDiv",
-        "Max",
-        "Min",
-        "Integer",
-        "Symbol",
-        "Eq",
-        "Ne",
-        "Lt",
-        "Le",
-        "Gt",
-        "Ge",
-        "And",
-        "Or",
-        "Not",
-        "ModularIndexing",
-        "Where",
-        "ToFloat",
-        "TruncToInt",
-        "FloorToInt",
-        "CeilToInt",
-        "IntTrueDiv",
-        "FloatTrueDiv",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -184,6 +146,7 @@ class Traced:
     is_batch_independent: bool
     min_samples: int
     max_difference: float
+    processor: str = ""  # that it was compiled for
 
 
 def copy_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -215,8 +178,8 @@ def trace(
         expected = _called(flat, batch, type(model).__name__)
         names = flat.output_names
         _check_outputs(expected, names, size)
-        data = _exported(flat, layout, batch) if form == "export" else _scripted(flat, batch)
-        program = load_program(data, form)
+        data = _WRITERS[form](flat, layout, batch)
+        program = load_program(data, form, allow_native=True)
         largest = _compare(program, flat, [batch, layout.cut(batch, 0, size // 2)], tolerance)
         ones = [layout.cut(batch, 0, 1), layout.cut(batch, size - 1, size)]
         min_samples = 1
@@ -233,6 +196,7 @@ def trace(
             _is_independent(flat, layout, batch, expected),
             min_samples,
             largest,
+            processor_name() if form == "aot" else "",
         )
 
 
@@ -265,8 +229,8 @@ def _check_outputs(outputs: Sequence[Any], names: Sequence[str], size: int) -> N
             raise ConfigError(f"model: output {name!r}: expected .float() of it, got bfloat16")
 
 
-def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
-    from torch.export import Dim, export, save
+def _traced(flat: FlatModel, layout: Layout, batch: Tensors) -> ExportedProgram:
+    from torch.export import Dim, export
 
     samples = Dim("batch", min=1)
     sizes: list[Any] = []
@@ -275,14 +239,21 @@ def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
     ):
         size = samples if is_sized else samples + 1 if is_edges else Dim(f"n{number}", min=0)
         sizes.append({0: size})
+    # Contiguous and apart: equal tensors would be taken for one.
+    args = tuple(one.clone().contiguous() for one in batch)
+    program = export(flat, args, dynamic_shapes=(tuple(sizes),), strict=False)
+    program._guards_code = []  # code, of sizes that are compared with the model instead
+    return program
+
+
+def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
+    from torch.export import save
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Contiguous and apart: equal tensors would be taken for one.
-            args = tuple(one.clone().contiguous() for one in batch)
-            program = export(flat, args, dynamic_shapes=(tuple(sizes),), strict=False)
+            program = _traced(flat, layout, batch)
             program._example_inputs = None  # they are data of the user's, and a pickle
-            program._guards_code = []  # code, of sizes that are compared with the model instead
             file = io.BytesIO()
             save(program, file)
     except Exception as exc:
@@ -293,7 +264,30 @@ def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
     return file.getvalue()
 
 
-def _scripted(flat: FlatModel, batch: Tensors) -> bytes:
+def _compiled(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
+    """Compile for this processor, and for one thread, as a request is scored by one."""
+    import torch._inductor
+
+    try:
+        with (
+            warnings.catch_warnings(),
+            tempfile.TemporaryDirectory(prefix="persia-aot-") as name,
+        ):
+            warnings.simplefilter("ignore")
+            path = torch._inductor.aoti_compile_and_package(
+                _traced(flat, layout, batch),
+                package_path=str(Path(name) / "dense.pt2"),
+                inductor_configs={"cpp.threads": 1},
+            )
+            return Path(path).read_bytes()
+    except Exception as exc:
+        raise ConfigError(
+            "model: AOTInductor cannot compile it; it needs a C++ compiler: "
+            f"{str(exc).strip():.600}"
+        ) from exc
+
+
+def _scripted(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
     """Trace rather than script: a list with names is none of TorchScript's types."""
     try:
         with warnings.catch_warnings():
@@ -304,6 +298,9 @@ def _scripted(flat: FlatModel, batch: Tensors) -> bytes:
     except Exception as exc:
         raise ConfigError(f"model: TorchScript cannot trace it: {exc!s:.600}") from exc
     return file.getvalue()
+
+
+_WRITERS = {"export": _exported, "torchscript": _scripted, "aot": _compiled}
 
 
 def _compare(
@@ -376,14 +373,34 @@ def _joined(layout: Layout, first: Tensors, second: Tensors) -> Tensors:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def load_program(data: bytes, form: str, place: str = "program") -> Program:
-    """Return a program from the bytes of its file, which runs no code but torch's operators.
+def load_program(
+    data: bytes,
+    form: str,
+    place: str = "program",
+    *,
+    allow_native: bool = False,
+    processor: str = "",
+) -> Program:
+    """Return a program from the bytes of its file.
+
+    But for ``aot`` it runs no code but torch's operators on tensors.
+
+    Args:
+        data: The file.
+        form: One of ``Format``.
+        place: Its name, for errors.
+        allow_native: Whether to load ``aot``, which is machine code: it may do anything.
+        processor: That ``aot`` was compiled for; "" is not compared.
 
     Raises:
-        CheckpointError: If it is no such file, or has more in it than a program has.
+        CheckpointError: If it is no such file, or has more in it than a program has, or is
+            not allowed.
     """
     try:
+        if form == "aot":
+            return _load_compiled(data, place, allow_native, processor)
         if form == "torchscript":
+            check_script(data, place)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return torch.jit.load(io.BytesIO(data), map_location="cpu")  # type: ignore[no-any-return, no-untyped-call]
@@ -393,6 +410,36 @@ def load_program(data: bytes, form: str, place: str = "program") -> Program:
         raise
     except Exception as exc:
         raise CheckpointError(f"{place}: cannot be read as a program: {exc!s:.400}") from exc
+
+
+def processor_name() -> str:
+    """Return the kind of processor that compiled programs are for."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _load_compiled(data: bytes, place: str, allow_native: bool, processor: str) -> Program:
+    if not allow_native:
+        raise CheckpointError(
+            f"{place}: is machine code, which may do anything: expected --allow-native "
+            "(allow_native=True), for a repository whose writers are trusted"
+        )
+    check_native(data, place)
+    if processor not in ("", processor_name()):
+        raise CheckpointError(
+            f"{place}: was compiled for {processor:.80}, this is {processor_name()}"
+        )
+    import torch._inductor
+
+    # torch reads it by a name: a file of our own has the bytes whose checksum was compared.
+    with (
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory(prefix="persia-aot-") as name,
+    ):
+        warnings.simplefilter("ignore")
+        path = Path(name) / "dense.pt2"
+        path.write_bytes(data)
+        called: Program = torch._inductor.aoti_load_package(str(path))
+    return called
 
 
 # Weights of a traced program, and what in its file says nothing of the graph.
@@ -428,6 +475,7 @@ class _Graph:
 
 
 _graphs: dict[bytes, _Graph] = {}  # by all of a file but the weights
+_graphs_lock = threading.Lock()  # guards it: versions of several models are loaded at once
 
 
 def _load_exported(data: bytes) -> Program:
@@ -447,16 +495,18 @@ def _load_exported(data: bytes) -> Program:
             digest.update(f"{name} {archive.getinfo(name).file_size} ".encode())
             digest.update(archive.read(name))
     key = digest.digest()
-    graph = _graphs.get(key)
+    with _graphs_lock:
+        graph = _graphs.get(key)
     if graph is not None and graph.takes(weights):
         return graph.bind({name: graph.read(name, one) for name, one in weights.items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called, graph = _direct(load(io.BytesIO(data)), _members(archive))
     if graph is not None and graph.takes(weights):
-        while len(_graphs) >= _MAX_GRAPHS:
-            _graphs.pop(next(iter(_graphs)), None)
-        _graphs[key] = graph
+        with _graphs_lock:
+            while len(_graphs) >= _MAX_GRAPHS:
+                del _graphs[next(iter(_graphs))]
+            _graphs[key] = graph
     return called
 
 
@@ -498,56 +548,3 @@ def _direct(
     weights = {members[name]: one.detach().to("meta") for name, one in state.items()}
     fixed = tuple(members[one] if one in state else held[one] for one in targets)
     return called, _Graph(program.graph_module, weights, fixed)
-
-
-def check_archive(data: bytes, place: str) -> None:
-    """Refuse a file of ``torch.export`` with pickles of objects, code, or unknown members."""
-    try:
-        archive = zipfile.ZipFile(io.BytesIO(data))
-        members = archive.infolist()
-        names = [one.filename for one in members]
-        if len(set(names)) < len(names):
-            raise CheckpointError(f"{place}: a member comes twice")
-        # Stored, not packed: what is read is no more than the file's own bytes.
-        if sum(one.file_size for one in members) > len(data):
-            raise CheckpointError(f"{place}: expected members that are not compressed")
-        for one in members:
-            if not _MEMBERS.fullmatch(one.filename):
-                raise CheckpointError(
-                    f"{place}: {one.filename!a}: no program has such a member"
-                )
-            if one.filename.endswith(".json"):
-                _check_json(archive.read(one), f"{place}: {one.filename}")
-            elif one.filename.endswith(".pt") and one.file_size:
-                torch.load(io.BytesIO(archive.read(one)), map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as exc:
-        raise CheckpointError(
-            f"{place}: expected a file of torch.export: {exc!s:.200}"
-        ) from exc
-
-
-def _check_json(data: bytes, place: str) -> None:
-    if len(data) > MAX_JSON_BYTES * 16:
-        raise CheckpointError(f"{place}: expected at most {MAX_JSON_BYTES * 16} bytes")
-    todo: list[Any] = [json.loads(data)]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, list):
-            todo += one
-        elif isinstance(one, dict):
-            if one.get("use_pickle"):
-                raise CheckpointError(f"{place}: expected plain tensors, got a pickle")
-            if one.get("guards_code"):
-                raise CheckpointError(f"{place}: expected no code")
-            if isinstance(one.get("expr_str"), str):
-                _check_expression(one["expr_str"], place)
-            todo += one.values()
-
-
-def _check_expression(text: str, place: str) -> None:
-    called = re.findall(r"([A-Za-z_]\w*)\s*\(", text)
-    is_plain = _EXPRESSION.fullmatch(text) and "__" not in text
-    if not is_plain or re.search(r"[A-Za-z_)]\s*\.", text) or set(called) - _FUNCTIONS:
-        raise CheckpointError(f"{place}: expected a size, got the expression {text!a:.200}")

@@ -70,7 +70,7 @@ class ListenSettings:
     limits: RequestLimits = field(default_factory=RequestLimits)
     body_timeout_s: float = 30.0
     max_unfinished_bytes: int = 256 << 20
-    max_connections: int = 1024  # of HTTP; 503 beyond
+    max_connections: int = 1024  # of each port; HTTP answers 503 beyond, gRPC refuses
     drain_delay_s: float = 0.0
     drain_s: float = 30.0
     shares_ports: bool = False  # with other processes of the same server
@@ -107,6 +107,9 @@ class _HttpConnection(HttpToolsProtocol):
     max_connections = 1024
     _timer: asyncio.TimerHandle | None = None
     _is_beyond = _is_answered = False
+    # Requests that are not answered. uvicorn knows the last of those that came without waiting
+    # for an answer, and would write those of the others to a connection that is gone.
+    _open: tuple[Any, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -136,11 +139,19 @@ class _HttpConnection(HttpToolsProtocol):
         """Begin to answer."""
         self._stop_waiting()
         super().on_headers_complete()
+        if self.cycle is not None:
+            left = (one for one in self._open if not one.response_complete)
+            self._open = (*left, self.cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_waiting()
         super().connection_lost(exc)
+        for cycle in self._open:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._open = ()
 
     def _await_head(self) -> None:
         self._stop_waiting()
@@ -276,6 +287,7 @@ class ModelServer:
             port,
             tls=_read_tls(settings),
             shares_ports=settings.shares_ports,
+            max_connections=settings.max_connections,
         )
 
     async def _serve_http(

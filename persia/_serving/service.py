@@ -215,7 +215,11 @@ class InferenceService:
                 break
             if other.request is None and not self._start(other):
                 continue
-            theirs = batch_shape(_request_of(other))
+            try:
+                theirs = batch_shape(_request_of(other))
+            except BaseException as error:  # those that were taken go on
+                self._fail(other, error)
+                continue
             if (
                 theirs is None
                 or (other.model, other.version) != (first.model, first.version)

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._files.storage import write_atomic
+from persia._serving.bundle import read_plain
 from persia._serving.servable import Inputs
 from persia.errors import CheckpointError, DataTypeError
 
@@ -166,11 +167,8 @@ def read_requests(path: Path, *, max_bytes: int = 64 << 20) -> list[Inputs]:
     Raises:
         CheckpointError: If there is none, it is larger than ``max_bytes``, or damaged.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: expected recorded requests, got: {error}") from error
+    # Through no link: a bundle is others' work.
+    data = read_plain(path, max_bytes)
     try:
         return _decode(data, max_bytes)
     # What json, numpy and unpacking raise for bytes that are not what they should be.

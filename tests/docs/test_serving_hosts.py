@@ -49,6 +49,7 @@ def test_litserve(names: dict[str, Any]) -> None:
     assert found == {"output": [2.0, 4.0]}
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_bentoml(names: dict[str, Any]) -> None:
     pytest.importorskip("bentoml")
     exec(PROGRAMS["bentoml"], names)

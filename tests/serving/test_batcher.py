@@ -77,10 +77,50 @@ def test_requests_that_differ_have_another_signature(inputs: dict[str, Any]) -> 
         {"a__values": [1, 2], "a__offsets": [0, 2, 1, 2]},
         {"a__values": [1, 2], "a__offsets": [1, 2]},
         {"a__values": [1, 2], "a__offsets": [0, 2], "a__weights": [1.0]},
+        {"a__values": 5, "a__offsets": [0, 1]},
+        {},
+        # A history that would be repeated for each of the candidates.
+        {"a": np.zeros((1, 1 << 17)), "b": np.zeros(9)},
+        {"a__values": np.zeros(1 << 17), "a__offsets": [0, 1 << 17], "b": np.zeros(9)},
     ],
 )
 def test_what_could_move_rows_of_others_stays_alone(inputs: dict[str, Any]) -> None:
     assert shape_of(**inputs) is None
+
+
+def test_a_body_that_is_not_read_yet_stays_alone() -> None:
+    assert batch_shape(DecodedRequest({}, read_raw=lambda about: {})) is None
+
+
+def test_a_request_wakes_a_thread_though_another_waits_for_the_end() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def serve(job: InferJob) -> None:
+        if job.num_bytes:
+            entered.set()
+            assert go_on.wait(PATIENCE_S)
+        job.answer = "done"
+        threads.mark_finished()
+        job.notify(job)
+
+    threads = ModelThreads(serve, num_threads=2)
+    threads.submit(job(1)[0])
+    assert entered.wait(PATIENCE_S)
+    # Both wait: for the end, and for a request; which of them began first is chance.
+    waiting = [
+        threading.Thread(target=threads.drain, args=(PATIENCE_S,), daemon=True)
+        for _ in range(8)
+    ]
+    for one in waiting:
+        one.start()
+    for _ in range(20):
+        asked, was_run = job(0)
+        threads.submit(asked)
+        assert was_run.wait(PATIENCE_S)
+    go_on.set()
+    for one in waiting:
+        one.join(PATIENCE_S)
+    assert threads.close(PATIENCE_S)
 
 
 def test_joined_inputs_are_those_of_one_request() -> None:

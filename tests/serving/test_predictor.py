@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,46 @@ def test_a_damaged_bundle_is_refused(trained: tuple[TrainCtx, Path], tmp_path: P
     three.rename(three.with_name("2"))
     with pytest.raises(CheckpointError, match="expected a folder named 1"):
         Bundle.open(three.with_name("2"))
+
+
+@pytest.mark.slow
+def test_a_compiled_net_scores_as_the_model_does(
+    trained: tuple[TrainCtx, Path], tmp_path: Path
+) -> None:
+    ctx = trained[0]
+    folder = tmp_path / "compiled"
+    bundle = folder / str(ctx.export(folder, format="aot"))
+    with pytest.raises(CheckpointError, match="--allow-native"):
+        Predictor(bundle)
+    compiled = Predictor(bundle, allow_native=True)
+    try:
+        assert compiled.model.max_difference <= 1e-5
+        assert compiled.model.processor
+        for size in (1, 2, 16, 100):
+            given = arrays(np.random.default_rng(size), size)
+            found = compiled(given)["output"]
+            np.testing.assert_allclose(found, scores(ctx, given), rtol=0, atol=1e-5)
+    finally:
+        compiled.close()
+
+
+def test_rows_are_where_they_may_be(trained: tuple[TrainCtx, Path], tmp_path: Path) -> None:
+    Predictor(trained[1], rows_within=[]).close()
+    model = Bundle.open(trained[1]).model
+
+    def check(allowed: list[str], **rows: Any) -> None:
+        changed = replace(model, rows=replace(model.rows, **rows))
+        Bundle(trained[1], changed).check_places(allowed)
+
+    inside, link = tmp_path / "in", tmp_path / "link"
+    (inside / "a").mkdir(parents=True)
+    link.symlink_to(tmp_path)
+    check([str(inside)], url=str(inside / "a"), log=str(inside))
+    check([str(inside), "s3://b/c"], url="s3://b/c/d", log="s3://b/c")
+    for place in (
+        *(str(tmp_path), f"{inside}/../x", f"{inside}2", f"file://{inside}", "s3://b/cd"),
+        *("s3://b/c/../d", "s3://b/c/%2e%2e/d", f"{link}/x", "x", "simplecache::s3://b/c"),
+    ):
+        for what in ("url", "log"):
+            with pytest.raises(CheckpointError, match="expected a place below"):
+                check([str(inside), "s3://b/c"], **{what: place})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 from pathlib import Path
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -89,6 +91,58 @@ def test_connections_beyond_the_bound_are_answered_503() -> None:
             assert one.get(place).status_code == 200
             two.close()
             until(lambda: httpx.get(place).status_code == 200)
+
+
+def test_connections_of_grpc_are_bounded() -> None:
+    with serving(FakeRepository(echo=EchoModel()), max_connections=2) as running:
+        host, port = running.grpc.split(":")
+        begin = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"
+        held = [socket.create_connection((host, int(port)), PATIENCE_S) for _ in range(2)]
+        for one in held:
+            one.sendall(begin)
+            assert one.recv(9)  # its settings: it is one that the server has
+
+        def is_answered() -> bool:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc.insecure_channel(running.grpc, options) as channel:
+                check = channel.unary_unary("/grpc.health.v1.Health/Check")
+                try:
+                    return bool(check(b"", timeout=PATIENCE_S))
+                except grpc.RpcError:
+                    return False
+
+        assert not is_answered()
+        held.pop().close()
+        until(is_answered)
+        held.pop().close()
+
+
+def test_nothing_is_written_to_a_connection_that_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold(inputs: object) -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE_S)
+
+    model = EchoModel()
+    model.before = hold
+    body = b'{"inputs":[{"name":"x","shape":[1,4],"datatype":"FP32","data":[1,2,3,4]}]}'
+    asked = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b"
+    with serving(FakeRepository(echo=model), grpc_port=None) as running:
+        host, port = running.http.split(":")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as one:
+            one.sendall(asked % (len(body), body) * 3)
+            assert entered.wait(PATIENCE_S)
+            # Gone without a word, with what was asked at once.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert httpx.get(f"http://{running.http}/v2/health/live").is_success
+        go_on.set()
+        infer = f"http://{running.http}/v2/models/echo/infer"
+        assert httpx.post(infer, content=body).is_success
+        assert running.service.drain(PATIENCE_S)
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
 
 
 def test_shared_and_unknown_addresses() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._serving import batcher
 from persia._serving.batcher import InferJob
 from persia._serving.request import DecodedRequest, InferOutcome
 from persia._serving.service import InferenceService, ServiceSettings
@@ -131,6 +132,25 @@ def ask_then_refuse(service: InferenceService, model: EchoModel, refuse: Any) ->
     gate.opened.set()
     first.outcome()
     return others
+
+
+def test_one_that_cannot_be_compared_harms_no_other(
+    service: InferenceService, model: EchoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare = batcher.batch_shape
+
+    def fail(request: DecodedRequest) -> Any:
+        if request.inputs["x"].max() == 2.0:
+            raise TypeError("unforeseen")
+        return compare(request)
+
+    monkeypatch.setattr("persia._serving.service.batch_shape", fail)
+    asked = ask_behind_a_busy_thread(service, model, [[[1.0]], [[2.0]], [[3.0]]])
+    assert asked[0].values() == [[1.0]]
+    with pytest.raises(TypeError):
+        asked[1].values()
+    assert asked[2].values() == [[3.0]]
+    assert service.drain(PATIENCE_S)
 
 
 def test_a_caller_that_has_gone_costs_no_call(

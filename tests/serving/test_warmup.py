@@ -124,8 +124,12 @@ def test_a_file_that_is_missing_or_too_large(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No such file"):
         read_requests(path)
     write_requests(path, [{"x": np.arange(100)}])
-    with pytest.raises(CheckpointError, match="more than 100 bytes"):
+    with pytest.raises(CheckpointError, match="expected at most 100 bytes"):
         read_requests(path, max_bytes=100)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_requests(path)
 
 
 def test_the_recorder_keeps_one_of_n_copies_and_its_bounds(tmp_path: Path) -> None:

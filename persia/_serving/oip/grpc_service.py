@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 # Beyond this many calls of one connection at a time, further ones wait in its client.
 _MAX_STREAMS = 1024
+# Milliseconds: until a connection must be one of HTTP/2; of one without a call.
+_HANDSHAKE_MS, _IDLE_MS = 20_000, 300_000
 # Of a message beyond its data: tensors' names and shapes.
 EXTRA_BYTES = 1 << 20
 
@@ -278,6 +280,7 @@ async def start_grpc(
     *,
     tls: tuple[bytes, bytes] | None,
     shares_ports: bool,
+    max_connections: int = 1024,
 ) -> tuple[Any, int]:
     """Start a server in the running loop; returns it and its port.
 
@@ -291,6 +294,9 @@ async def start_grpc(
             ("grpc.max_receive_message_length", size),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", _MAX_STREAMS),
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_connection_idle_ms", _IDLE_MS),
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
             ("grpc.so_reuseport", int(shares_ports)),
             # Clients of Triton ping while they wait.
             ("grpc.http2.min_ping_interval_without_data_ms", 5000),

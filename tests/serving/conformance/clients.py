@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import base64
+import functools
+import json
+import os
+import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 import numpy as np
+import pytest
 import tritonclient.grpc
 import tritonclient.http
 import tritonclient.http.aio
@@ -17,9 +26,12 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.serving.conformance.models import DTYPES
 from tests.serving.conformance.triton_host import Host
+from tests.support.processes import ROOT
 
 Arrays = Mapping[str, NDArray[Any]]
 TIMEOUT_S = 60.0
+# Python of a virtual environment with KServe's SDK.
+KSERVE = os.environ.get("KSERVE_PYTHON", str(ROOT / "build" / "kserve" / "bin" / "python"))
 # gRPC's names of HTTP's statuses.
 NAMES = {
     400: "INVALID_ARGUMENT",
@@ -277,9 +289,130 @@ class PlainClient:
         self.http.close()
 
 
+class KServeProcess:
+    """A process with KServe's clients, one for each server and transport."""
+
+    def __init__(self, kind: str, address: str) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [KSERVE, str(Path(__file__).with_name("kserve_child.py")), kind, address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        atexit.register(self._process.kill)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Make a call; Refused for what the server answers instead."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with self._lock:
+            stdin.write(json.dumps([method, arguments]) + "\n")
+            stdin.flush()
+            found = json.loads(stdout.readline())
+        if "status" in found:
+            status = NAMES[int(found["status"])] if found["status"].isdigit() else ""
+            raise Refused(status or found["status"], found["message"])
+        assert "answer" in found, found
+        return found["answer"]
+
+
+_kserve_process = functools.cache(KServeProcess)
+
+
+class KServeClient:
+    """KServe's ``InferenceRESTClient`` or ``InferenceGRPCClient``; it has few calls."""
+
+    def __init__(self, kind: str, address: str) -> None:
+        if why := why_no_kserve():
+            pytest.skip(why)
+        self.name = f"kserve-{kind}"
+        self._process = _kserve_process(kind, address)
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.skip(f"KServe's client has no call for {name}")
+
+    def live(self) -> bool:
+        return bool(self._process.call("live"))
+
+    def ready(self) -> bool:
+        return bool(self._process.call("ready"))
+
+    def model_ready(self, model: str, version: str = "") -> bool:
+        try:
+            return bool(self._process.call("model_ready", model, version))
+        except Refused as refused:
+            if refused.status == "UNAVAILABLE" or self.name == "kserve-http":
+                return False
+            raise
+
+    def infer(
+        self,
+        model: str,
+        inputs: Arrays,
+        *,
+        version: str = "",
+        request_id: str = "",
+        outputs: Sequence[str] | None = None,
+        binary: bool = True,
+        parameters: Mapping[str, Any] | None = None,
+        datatype: str = "",
+    ) -> Answer:
+        asked = {
+            "model": model,
+            "version": version,
+            "id": request_id,
+            "binary": binary,
+            "outputs": list(outputs or ()),
+            "parameters": dict(parameters or {}),
+            "inputs": [
+                (name, datatype or np_to_triton_dtype(values.dtype), kserve_child_array(values))
+                for name, values in inputs.items()
+            ],
+        }
+        found = self._process.call("infer", asked)
+        arrays = {name: array_of(one) for name, one in found["outputs"].items()}
+        # Over HTTP it invents an id where none is given.
+        given = found["id"] if request_id else ""
+        return Answer(found["model"], found["version"], given, arrays)
+
+    def close(self) -> None:
+        """Leave the process to the next one."""
+
+
+def kserve_child_array(array: NDArray[Any]) -> dict[str, Any]:
+    """Return an array as kserve_child.py reads it."""
+    if array.dtype == object:
+        data: Any = [base64.b64encode(one).decode() for one in array.ravel().tolist()]
+    else:
+        data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": [*array.shape], "data": data}
+
+
+def array_of(one: Mapping[str, Any]) -> NDArray[Any]:
+    """Return the array of what kserve_child.py wrote."""
+    found: NDArray[Any]
+    if one["dtype"] == "object":
+        found = np.empty(len(one["data"]), object)
+        found[:] = [base64.b64decode(text) for text in one["data"]]
+    else:
+        found = np.frombuffer(base64.b64decode(one["data"]), one["dtype"])
+    shaped: NDArray[Any] = found.reshape(one["shape"])
+    return shaped
+
+
+def why_no_kserve() -> str:
+    """Say what is missing; empty where KServe is there."""
+    return "" if os.access(KSERVE, os.X_OK) else f"{KSERVE} is missing: make kserve"
+
+
 CLIENTS: dict[str, Callable[[Host], Client]] = {
     "http": lambda host: TritonClient(tritonclient.http, host.http, "http", host.control),
     "aio": lambda host: TritonClient(tritonclient.http.aio, host.http, "aio", host.control),
     "grpc": lambda host: TritonClient(tritonclient.grpc, host.grpc, "grpc", host.control),
     "plain": lambda host: PlainClient(host.http, host.control),
+    "kserve-http": lambda host: KServeClient("http", host.http),
+    "kserve-grpc": lambda host: KServeClient("grpc", host.grpc),
 }

@@ -176,6 +176,8 @@ def test_any_number_of_rows(client: Client, count: int) -> None:
 
 
 def test_no_rows(client: Client) -> None:
+    if getattr(client, "name", "") == "kserve-http":
+        pytest.skip("KServe's client sends an empty tensor as JSON and as binary data at once")
     x = rows(0)
     assert client.infer("linear", {"x": x}).outputs["score"].shape == (0,)
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,11 @@ class Trainer:
     def count(self, did: str) -> int:
         return sum(one["did"] == did for one in self.events)
 
+    def kill(self) -> None:
+        """Kill it, at once."""
+        self.process.kill()
+        self.stop()
+
     def stop(self) -> None:
         with suppress(OSError, ValueError):
             self.tell("end")
@@ -89,14 +94,21 @@ class Trainer:
 class ServeProcess:
     """``persia-launcher serve`` in a process; the ports stay if it is started again."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        name: str = "serve",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder, self._words = folder, words
+        self._name, self._variables = name, dict(variables or {})
         self.http_port, self.grpc_port, self._number = 0, 0, 0
         self.start()
 
     def start(self) -> None:
         self._number += 1
-        path = self._folder / f"serve-{self._number}.log"
+        path = self._folder / f"{self._name}-{self._number}.log"
         self.log = path
         with path.open("w") as file:
             self.process = subprocess.Popen(
@@ -107,7 +119,7 @@ class ServeProcess:
                     *self._words,
                 ],
                 cwd=ROOT,
-                env=environment(),
+                env=environment() | self._variables,
                 stdout=file,
                 stderr=file,
             )
@@ -144,6 +156,11 @@ class ServeProcess:
         """Return the bytes that it has resident."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])  # type: ignore[index]
+
+    def kill(self) -> None:
+        """Kill it, at once."""
+        self.process.kill()
+        self.process.wait()
 
     def stop(self) -> None:
         if self.process.poll() is None:
