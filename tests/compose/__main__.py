@@ -66,7 +66,9 @@ def run(
 
 
 def down() -> None:
-    run(compose("down", "--volumes", "--timeout", "5", "--remove-orphans"), check=False)
+    # Of both profiles: services of one that is not active would stay.
+    words = compose("down", "--volumes", "--timeout", "5", "--remove-orphans")
+    run(words, check=False, COMPOSE_PROFILES="train,serve")
 
 
 def expect(what: str, want: object, got: object, text: str = "") -> None:
