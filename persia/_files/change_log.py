@@ -26,6 +26,7 @@ from persia._core.base.hashing import mix64_array, owners
 from persia._core.store.blocks import RowBlock
 from persia._files import catalog
 from persia._files.catalog import Chain, below, folder_of
+from persia._files.log_position import LogPosition, Reached, history_of
 from persia._files.manifest import Manifest, Part, number_of
 from persia._files.mapping import Mapping as SchemaMapping
 from persia._files.open import open_storage
@@ -104,13 +105,19 @@ class ChangeLog:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.damage = ""  # what ``start`` has left out, and why
         self._lock = threading.Lock()  # guards what servers have applied, and the next
         self._servers: dict[int, _ServerLog] = {}
 
-    def start(self) -> list[Chain]:
+    def start(self, *, is_damaged: bool = False) -> list[Chain]:
         """Return the newest chain of every server; they are the position from now on.
 
         Load them whole (``read_chain``), or call it again: files may be removed meanwhile.
+
+        Args:
+            is_damaged: Where a server's newest chain cannot be read, take the longest that can,
+                all files of which are read for that; ``damage`` says so. It ends at an earlier
+                moment, and ``poll`` goes on from there.
 
         Raises:
             LogNotReady: Not every server of one job has written its rows yet.
@@ -118,7 +125,7 @@ class ChangeLog:
         """
         for tries in range(1, _START_TRIES + 1):
             try:
-                found = self._find_chains()
+                found = self._find_chains(is_damaged)
                 break
             except LogNotReady:
                 raise
@@ -130,8 +137,9 @@ class ChangeLog:
             self._servers = servers
         return found
 
-    def _find_chains(self) -> list[Chain]:
+    def _find_chains(self, is_damaged: bool) -> list[Chain]:
         found: list[Chain] = []
+        self.damage = ""
         count = 1
         while len(found) < count:
             server = len(found)
@@ -141,7 +149,8 @@ class ChangeLog:
                     f"{self.url}: expected rows of {count} server{'s' * (count > 1)} or more, "
                     f"{folder_of(server)} has none yet"
                 )
-            chain = Chain(storage, catalog.chain(storage), server)
+            manifests = self._whole_chain(storage) if is_damaged else catalog.chain(storage)
+            chain = Chain(storage, manifests, server)
             its_count = chain.manifests[-1].num_servers
             if server == 0:
                 count = its_count
@@ -152,6 +161,27 @@ class ChangeLog:
                 )
             found.append(chain)
         return found
+
+    def _whole_chain(self, storage: Storage) -> list[Manifest]:
+        """Return the newest chain of which every file can be read."""
+        problem: CheckpointError | None = None
+        known: dict[str, CheckpointError | None] = {}
+        for identity in reversed(catalog.ids(storage)):
+            whole: list[Manifest] = []
+            try:
+                for manifest in catalog.chain(storage, identity):
+                    if manifest.id not in known:
+                        known[manifest.id] = _damage_of(storage, manifest)
+                    if (damage := known[manifest.id]) is not None:
+                        raise damage
+                    whole.append(manifest)
+            except CheckpointError as exc:
+                problem = problem or exc
+            if whole:
+                if problem is not None:
+                    self.damage = self.damage or str(problem)
+                return whole
+        raise problem or catalog.nothing_in(storage)
 
     def poll(self) -> Update:
         """Return the deltas that follow; those not applied yet come again.
@@ -188,8 +218,14 @@ class ChangeLog:
         with self._lock:
             return {server: number_of(log.last)[0] for server, log in self._servers.items()}
 
+    @property
+    def histories(self) -> dict[int, str]:
+        """Name of the history of every server's rows, "" of earlier versions. A copy."""
+        with self._lock:
+            return {server: log.history for server, log in self._servers.items()}
+
     def contains(self, packets: Mapping[int, int]) -> bool:
-        """Whether the position has reached these: ``packets`` of a checkpoint's manifest.
+        """Whether the position has reached these numbers, of the same servers and histories.
 
         Where another number of servers has written since, it has once that is true of the
         servers that both have.
@@ -199,6 +235,42 @@ class ChangeLog:
         if not common or (len(here) == len(packets) and len(common) < len(here)):
             return False
         return all(here[server] >= packets[server] for server in common)
+
+    def has(self, position: LogPosition) -> bool:
+        """Whether the rows at this position are those of a checkpoint, or later ones.
+
+        They are not where a server has lost the rows that it had then, and did not load them.
+        """
+        if not position.packets:
+            return True
+        places = self._places()
+        if not position.histories or not all(history for history, _, _ in places):
+            return self.contains(position.packets)
+        return bool(places) and all(position.is_in(*one) for one in places)
+
+    def is_behind(self, position: LogPosition) -> bool:
+        """Whether no server's rows are those of a checkpoint, or later ones."""
+        places, here = self._places(), self.position
+        if not position.histories or not all(history for history, _, _ in places):
+            packets = position.packets.items()
+            return all(here.get(server, -1) < number for server, number in packets)
+        return not any(position.is_in(*one) for one in places)
+
+    def progress(self, other: ChangeLog) -> int:
+        """Packets beyond the position of another one; -1 if some of that one's are not here.
+
+        Of other histories nothing can be said but that there is something new.
+        """
+        here, there = self.position, other.position
+        histories = self.histories
+        if histories != other.histories or not all(histories.values()):
+            return -1 if self.damage and not all(histories.values()) else 1
+        ahead = [here[server] - number for server, number in there.items()]
+        return -1 if min(ahead) < 0 else sum(ahead)
+
+    def _places(self) -> list[tuple[str, int, Reached]]:
+        with self._lock:
+            return [(log.history, *log.place) for log in self._servers.values()]
 
     def ages(self, now: float) -> dict[int, float]:
         """Seconds, at least 0, since the moment of what was applied last, by server."""
@@ -223,13 +295,20 @@ class _ServerLog:
         self._num_servers, self._schema = manifest.num_servers, manifest.schema
         self.last = manifest.after or manifest.id
         self.created = manifest.created_s
+        self.history, self._reached = history_of(manifest)
         self.gap = self.trouble = ""
         self._known: dict[str, Manifest] = {}  # by id, beyond ``last``
         self._seen: dict[str, int] = {}  # what stood in the way, and at how many looks in a row
         self._seen_now: dict[str, int] = {}
 
+    @property
+    def place(self) -> tuple[int, Reached]:
+        """Number applied last, and what the rows have of other histories."""
+        return number_of(self.last)[0], self._reached
+
     def advance(self, manifest: Manifest) -> None:
         self.last, self.created = manifest.id, manifest.created_s
+        self.history, self._reached = history_of(manifest)
         self._known.pop(manifest.id, None)
 
     def look(self) -> list[Packet]:
@@ -342,6 +421,19 @@ def read_packet(
         yield Deletion(deleted)
     for part, block in read_ahead(storage, parts, memory) if held is None else held:
         yield from view.rows(part, block)
+
+
+def _damage_of(storage: Storage, manifest: Manifest) -> CheckpointError | None:
+    """Read every file of a packet; returns the error of one that is not what was written."""
+    memory = BufferPool()
+    try:
+        for each in manifest.deleted:
+            read_deleted(storage, each)
+        for part in manifest.parts:
+            check_part(storage, part, memory)
+    except CheckpointError as exc:
+        return exc
+    return None
 
 
 def read_chain(

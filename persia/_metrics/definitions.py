@@ -247,7 +247,8 @@ counter persia_serving_missing_ids{model, version, feature}
 gauge persia_serving_row_age_seconds{model, version, server}
     Seconds since the last change of rows that was applied was written, by training server.
 counter persia_serving_packets{model, version, what}
-    Packets of the change log: applied; gaps (one was missing) and resyncs (all read again).
+    Packets of the change log: applied; gaps (one was missing) and resyncs (all read again);
+    damaged (loads that had to leave the newest ones out).
 counter persia_serving_cache{model, version, what}
     Rows asked of servers: hits (held here) and misses; flushes (all of them given up).
 """

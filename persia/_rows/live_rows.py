@@ -20,18 +20,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from persia._core.table.row_table import RowTable
 from persia._files.change_log import ChangeLog, Packet
+from persia._files.log_position import LogPosition
 from persia._rows.row_reader import RowReader
 from persia._rows.row_source import Opened, RowSource, open_checkpoint, open_log
 from persia._rows.storage_calls import StorageCalls
 from persia.config import EmbeddingSchema
-from persia.errors import CheckpointError, PersiaError, ServiceBusy, ServiceTimeout
+from persia.errors import (
+    CheckpointError,
+    LogNotReady,
+    PersiaError,
+    ServiceBusy,
+    ServiceTimeout,
+)
 from persia.logger import get_logger
 
 Signs = NDArray[np.uint64]
@@ -44,19 +52,19 @@ _MERGE_ROWS = 4096
 KEEP_PREVIOUS_S = 10.0
 # Seconds between two attempts of what failed: the first, and at most.
 _RETRY_S, _MAX_RETRY_S = 0.25, 30.0
+# The longest while a log is not whole yet: a look is cheap, and rows are waited for.
+_MAX_NOT_READY_S = 2.0
 # Seconds that a load may take, a look at what is new, and reading one packet.
 LOAD_TIMEOUT_S, _LOOK_S, _PACKET_S = 3600.0, 60.0, 600.0
 # Seconds that requests get to end before what they read is changed.
 _READERS_S = 60.0
-# Seconds that a log read again gets to come to the packets shown: they may be lost.
-_RESYNC_S = 10.0
 # Seconds that a log may stay behind a checkpoint: its packet of the same moment comes within
 # ``incremental_flush_sec``.
 TAKEOVER_S = 180.0
 _DELETED = 2  # the state of a tombstone
 _COUNTS = (
     *("applied_packets", "applied_rows", "deleted_rows", "gaps", "resyncs", "loads"),
-    *("failed_loads", "failed_polls", "lost_positions", "kept_rows"),
+    *("failed_loads", "failed_polls", "damaged_loads", "kept_rows"),
 )
 
 
@@ -77,7 +85,7 @@ class Built:
     version: str
     table: RowTable
     log: ChangeLog | None
-    packets: Mapping[int, int] = field(default_factory=dict)  # the log has them in these rows
+    position: LogPosition = field(default_factory=LogPosition)  # of the checkpoint, in its log
     checkpoint: str = ""  # id of the newest one that these rows have, as far as it is known
 
 
@@ -86,7 +94,7 @@ class _Ahead:
     """A checkpoint that the log has not come to."""
 
     checkpoint: str
-    packets: Mapping[int, int]
+    position: LogPosition
     since: float  # monotonic
 
 
@@ -320,8 +328,10 @@ class LiveRows(_ShownRows):
         self._reader = RowReader(schema, dtype, owned, kept_groups, num_threads)
         self._source = source  # of what is shown; the lock guards it, and the next
         self._checkpoint = ""  # the newest one that the rows have
+        self._based_on = LogPosition()  # its place in the log
         self._polling = threading.Lock()  # held over ``poll``; guards the next
         self._ahead: _Ahead | None = None
+        self._gap = ""  # why all rows are to be read again, until they are
         self._calls = StorageCalls(self._stop)
         self._thread: threading.Thread | None = None
 
@@ -341,33 +351,21 @@ class LiveRows(_ShownRows):
     def build(self, source: RowSource, timeout_s: float | None = None) -> Built:
         """Build the rows of a source beside those that are shown; errors as ``load``."""
         limit_s = self._load_timeout_s if timeout_s is None else timeout_s
-        return self._build(source, self._open, limit_s, source.packets)
+        return self._build(source, self._open, limit_s)
 
     def _build(
         self,
         source: RowSource,
-        open_rows: Callable[[RowSource], _Found],
+        open_rows: Callable[[RowSource, bool], _Found],
         limit_s: float,
-        packets: Mapping[int, int],
-        *,
-        is_resync: bool = False,
     ) -> Built:
         def work(deadline: float) -> Built:
-            def check() -> None:
-                if time.monotonic() > deadline or self._stop.is_set():
-                    raise ServiceTimeout("rows: a load was given up")
-
-            opened, source_of, checkpoint = open_rows(source)
-            table = self._reader.read_all(opened, check)
-            built = Built(
-                source_of, opened.version, table, opened.log, opened.packets, checkpoint
-            )
-            self._catch_up(built, packets, deadline, is_resync=is_resync)
+            built = self._read(source, open_rows, deadline)
+            self._catch_up(built, source.packets, deadline)
             shown = self._shown
             if shown is not None and not source.is_explicit:
-                num_kept = self._reader.keep_rows(table, shown.tables)
-                with self._lock:
-                    self._counts["kept_rows"] += num_kept
+                num_kept = self._reader.keep_rows(built.table, shown.tables)
+                self._count({"kept_rows": num_kept})
             return built
 
         try:
@@ -378,81 +376,139 @@ class LiveRows(_ShownRows):
                 self._counts["failed_loads"] += 1
                 self._problem = str(exc)
             raise
-        with self._lock:
-            self._counts["loads"] += 1
+        self._count({"loads": 1})
+        if built.log is not None and built.log.damage:
+            self._count({"damaged_loads": 1})
+            _logger.warning(
+                "%s is damaged: %s; rows are those before it, of packets %s",
+                built.log.url,
+                built.log.damage,
+                built.log.position,
+            )
         return built
 
-    def _open(self, source: RowSource) -> _Found:
+    def _read(
+        self,
+        source: RowSource,
+        open_rows: Callable[[RowSource, bool], _Found],
+        deadline: float,
+    ) -> Built:
+        """Read rows whole; of a log that is damaged, those before the damage."""
+
+        def check() -> None:
+            if time.monotonic() > deadline or self._stop.is_set():
+                raise ServiceTimeout("rows: a load was given up")
+
+        def read(*, is_damaged: bool) -> Built:
+            opened, source_of, checkpoint = open_rows(source, is_damaged)
+            table = self._reader.read_all(opened, check)
+            return Built(
+                source_of, opened.version, table, opened.log, opened.position, checkpoint
+            )
+
+        try:
+            return read(is_damaged=False)
+        except LogNotReady:
+            raise
+        except CheckpointError as exc:
+            if not source.change_log:
+                raise
+            _logger.info("%s: what can be read is looked for: %s", source.change_log, exc)
+        return read(is_damaged=True)
+
+    def _open(self, source: RowSource, is_damaged: bool) -> _Found:
         """Open the log of a source if it has come as far as its checkpoint, else that.
 
         Returns the source of what follows too, and the id of the checkpoint.
         """
+        url = source.change_log
         if not source.checkpoint:
-            return open_log(source.change_log), source, ""
+            return open_log(url, is_damaged=is_damaged), source, ""
         try:
             opened = open_checkpoint(source.checkpoint, source.checkpoint_id)
         except CheckpointError:
-            if not source.change_log or source.is_explicit:
+            if not url or source.is_explicit:
                 raise
-            return open_log(source.change_log), source, ""
+            return open_log(url, is_damaged=is_damaged), source, ""
         source = source.followed(opened)
         if source.change_log:
             try:
-                log = _whole_log(source.change_log, opened.packets)
+                log = _whole_log(url, opened.position, is_damaged=is_damaged)
             except CheckpointError as exc:
-                _logger.info("%s: %s; rows are the checkpoint's", source.change_log, exc)
+                if not is_damaged and not isinstance(exc, LogNotReady):
+                    raise  # perhaps a part of it can be read
+                _logger.info("%s: %s; rows are the checkpoint's", url, exc)
             else:
                 return log or opened, source, opened.version
         return opened, source, opened.version
 
-    def _open_log(self, source: RowSource) -> _Found:
-        return open_log(source.change_log), source, self._checkpoint
+    def _open_log(
+        self,
+        source: RowSource,
+        is_damaged: bool,
+        *,
+        before: ChangeLog | None,
+        position: LogPosition,
+        checkpoint: str,
+    ) -> _Found:
+        """Open the log in place of rows that are shown, which are never later ones.
+
+        ``before`` is the log that they follow, if they do; ``position`` and ``checkpoint`` are
+        what they are based on. A newer checkpoint does as well.
+        """
+        url = source.change_log
+        opened = _whole_log(url, position, is_damaged=is_damaged)
+        newer = source.newer_than(checkpoint) if opened is None else None
+        if newer is not None:
+            other = open_checkpoint(source.checkpoint, newer).position
+            if other.packets:
+                opened = _whole_log(url, other, is_damaged=is_damaged)
+                checkpoint = newer
+        if opened is None:
+            raise LogNotReady(
+                f"{url}: expected rows that go on from packets {dict(position.packets)} of the "
+                "checkpoint, got others: a server has lost its rows, and has not loaded that "
+                "checkpoint or a later one"
+            )
+        log = opened.log
+        if before is not None and log is not None and log.progress(before) < bool(log.damage):
+            raise CheckpointError(
+                f"{url}: expected packets after {before.position}, got them up to "
+                f"{log.position}: {log.damage or 'the others are not there any more'}"
+            )
+        return opened, source, checkpoint
 
     @staticmethod
-    def _open_checkpoint(source: RowSource) -> _Found:
+    def _open_checkpoint(source: RowSource, is_damaged: bool) -> _Found:
         opened = open_checkpoint(source.checkpoint)
         return opened, source, opened.version
 
-    def _catch_up(
-        self, built: Built, wanted: Mapping[int, int], deadline: float, *, is_resync: bool
-    ) -> None:
-        """Apply packets to rows that no request sees yet, until these are in them.
+    def _catch_up(self, built: Built, packets: Mapping[int, int], deadline: float) -> None:
+        """Apply packets to rows that no request sees yet.
 
-        A log that is read again has them at once, unless its writer has lost them.
+        Without a position of the checkpoint in the log, until these packets are in them.
         """
         log = built.log
         if log is None:
             return
-        is_first = self._shown is None
-        limit = deadline if is_first else min(deadline, time.monotonic() + _RESYNC_S)
+        wanted = {} if built.position.packets else packets
         while True:
-            update = log.poll()
-            for packet in update.packets:
-                self._count(self._reader.read_into(built.table, packet))
-                log.applied(packet)
+            if not log.damage:  # else requests need not wait for what may never come
+                update = log.poll()
+                for packet in update.packets:
+                    self._count(self._reader.read_into(built.table, packet))
+                    log.applied(packet)
+                if update.resync and wanted and not log.contains(wanted):
+                    raise CheckpointError(f"the change log has a gap: {update.reason}")
             if not wanted or log.contains(wanted):
                 return
-            if update.resync:
-                raise CheckpointError(f"the change log has a gap: {update.reason}")
-            if time.monotonic() >= limit:
-                break
+            if log.damage or time.monotonic() >= deadline:
+                raise ServiceTimeout(
+                    f"{log.url}: expected packets {dict(wanted)}, got {log.position}: a load "
+                    f"was given up{log.damage and ': '}{log.damage}"
+                )
             if self._stop.wait(min(self._interval_s, 0.1)):
                 raise ServiceTimeout("rows: closed while they were loaded")
-        if not is_resync:
-            raise ServiceTimeout(
-                f"{log.url}: expected packets {dict(wanted)}, got {log.position}: a load was "
-                "given up"
-            )
-        self._count({"lost_positions": 1})
-        # Its place is of numbers that are gone, so the log may seem to be behind it for long.
-        built.checkpoint = built.source.newer_than(built.checkpoint) or built.checkpoint
-        _logger.warning(
-            "%s: packets %s were shown and are there no more; the log goes on at %s, and so do "
-            "rows",
-            log.url,
-            dict(wanted),
-            log.position,
-        )
 
     def show(self, built: Built, generation: int | None = None) -> bool:
         """Show rows that were built, in place of those shown so far.
@@ -465,12 +521,13 @@ class LiveRows(_ShownRows):
             before, self._generation = self._shown, self._generation + 1
             self._below = []  # its base is not shown any more
             self._source, self._log = built.source, built.log
-            self._checkpoint = built.checkpoint
+            self._checkpoint, self._based_on = built.checkpoint, built.position
             self._shown, self._problem = _Shown((built.table,), built.version), ""
             self._previous = None
             if before is not None and before.version != built.version:
                 self._previous = before, time.monotonic() + self._keep_previous_s
-            position = built.packets if built.log is None else built.log.position
+            log = built.log
+            position = built.position.packets if log is None else log.position
             self._position = dict(position)
             self._changed.notify_all()
         _logger.info(
@@ -489,20 +546,28 @@ class LiveRows(_ShownRows):
         Raises:
             PersiaError, OSError, MemoryError: It failed; the rows are as they were.
         """
+        return self._poll(may_resync=True)
+
+    def _poll(self, *, may_resync: bool) -> bool:
         with self._polling:
             self._forget_previous()
             with self._lock:
                 is_loaded, generation = self._shown is not None, self._generation
                 source, log, checkpoint = self._source, self._log, self._checkpoint
+                based_on = self._based_on
             if not is_loaded:
                 self.load()
                 return True
+            again = partial(
+                self._open_log, before=log, position=based_on, checkpoint=checkpoint
+            )
             if log is not None:
-                if self._poll_log(source, log, generation):
-                    return True
-                return self._poll_behind(source, log, checkpoint, generation)
-            if source.change_log and self._is_log_whole(source.change_log):
-                built = self._build(source, self._open_log, self._load_timeout_s, self.position)
+                is_new = self._poll_log(log, generation)
+                if self._gap and may_resync:
+                    is_new = self._resync(source, again, generation) or is_new
+                return is_new or self._poll_behind(source, log, checkpoint, generation)
+            if source.change_log and self._is_log_whole(source.change_log, based_on):
+                built = self._build(source, again, self._load_timeout_s)
                 return self.show(built, generation)
             if self._newer(source, checkpoint) is None:
                 return False
@@ -515,8 +580,7 @@ class LiveRows(_ShownRows):
             source.checkpoint, _LOOK_S, lambda deadline: source.newer_than(checkpoint)
         )
 
-    def _is_log_whole(self, url: str) -> bool:
-        position = self.position
+    def _is_log_whole(self, url: str, position: LogPosition) -> bool:
         try:
             found = self._calls.run(
                 url, _LOOK_S, lambda deadline: _whole_log(url, position) is not None
@@ -526,22 +590,29 @@ class LiveRows(_ShownRows):
             return False
         return found
 
-    def _poll_log(self, source: RowSource, log: ChangeLog, generation: int) -> bool:
+    def _poll_log(self, log: ChangeLog, generation: int) -> bool:
         self._merge()
         update = self._calls.run(log.url, _LOOK_S, lambda deadline: log.poll())
+        reason = update.reason if update.resync else ""
+        if reason and not self._gap:
+            self._count({"gaps": 1})
+            _logger.warning("%s: %s; all rows are to be read again", log.url, reason)
+        self._gap = reason
         for packet in update.packets:
             overlay, counts = self._calls.run(log.url, _PACKET_S, self._overlay_of(packet))
             self._count(counts)
             if not self._apply(log, packet, overlay, generation):
                 return True
             del overlay  # its memory goes before the next one comes
-        if not update.resync:
-            return bool(update.packets)
-        self._count({"gaps": 1})
-        _logger.warning("%s: %s; all rows are read again", log.url, update.reason)
-        built = self._build(source, self._open_log, self._load_timeout_s, {}, is_resync=True)
-        if self.show(built, generation):
-            self._count({"resyncs": 1})
+        return bool(update.packets)
+
+    def _resync(
+        self, source: RowSource, again: Callable[[RowSource, bool], _Found], generation: int
+    ) -> bool:
+        if not self.show(self._build(source, again, self._load_timeout_s), generation):
+            return False
+        self._gap = ""
+        self._count({"resyncs": 1})
         return True
 
     def _overlay_of(self, packet: Packet) -> Callable[[float], tuple[RowTable, Counter[str]]]:
@@ -560,36 +631,33 @@ class LiveRows(_ShownRows):
                 source.checkpoint, _LOOK_S, lambda _: open_checkpoint(source.checkpoint, newer)
             )
             since = time.monotonic() if ahead is None else ahead.since
-            ahead = self._ahead = _Ahead(newer, opened.packets, since)
-            if not ahead.packets:
+            ahead = self._ahead = _Ahead(newer, opened.position, since)
+            if not ahead.position.packets:
                 _logger.warning(
                     "%s: checkpoint %s has no place in %s, whose rows stay",
                     source.checkpoint,
                     newer,
                     log.url,
                 )
-        position = log.position
-        if not ahead.packets or log.contains(ahead.packets):
+        if log.has(ahead.position):
             with self._lock:
                 if generation == self._generation:
-                    self._checkpoint = newer
+                    self._checkpoint, self._based_on = newer, ahead.position
             self._ahead = None
             return False
         # A server whose log goes on has rows that are newer than the checkpoint's.
-        is_behind = all(
-            position.get(server, -1) < number for server, number in ahead.packets.items()
-        )
+        is_behind = log.is_behind(ahead.position)
         if not is_behind or time.monotonic() < ahead.since + TAKEOVER_S:
             return False
         _logger.warning(
             "%s has not come to %s of checkpoint %s within %g s; rows are the checkpoint's",
             log.url,
-            dict(ahead.packets),
+            dict(ahead.position.packets),
             newer,
             TAKEOVER_S,
         )
         self._ahead = None
-        built = self._build(source, self._open_checkpoint, self._load_timeout_s, {})
+        built = self._build(source, self._open_checkpoint, self._load_timeout_s)
         return self.show(built, generation)
 
     def follow(self) -> None:
@@ -604,9 +672,11 @@ class LiveRows(_ShownRows):
 
     def _follow(self) -> None:
         pause_s, failure = self._interval_s, ""
+        resync_s = resync_at = 0.0  # packets of other servers go on while that is tried again
         while not self._stop.wait(pause_s if self._shown is not None or failure else 0.0):
+            may_resync = time.monotonic() >= resync_at
             try:
-                self.poll()
+                self._poll(may_resync=may_resync)
             except Exception as exc:
                 if self._stop.is_set():
                     return
@@ -615,12 +685,22 @@ class LiveRows(_ShownRows):
                 if text != failure:  # once, not every second
                     is_known = isinstance(exc, (PersiaError, OSError, MemoryError))
                     _logger.warning("rows stay as they are: %s", text, exc_info=not is_known)
-                pause_s = min(max(_RETRY_S, 2 * pause_s if failure else 0.0), _MAX_RETRY_S)
+                if self._gap and may_resync:
+                    resync_s = min(max(_RETRY_S, 2 * resync_s), _MAX_RETRY_S)
+                    resync_at, pause_s = time.monotonic() + resync_s, self._interval_s
+                else:
+                    longest_s = _MAX_RETRY_S
+                    if isinstance(exc, LogNotReady):
+                        longest_s = max(self._interval_s, _MAX_NOT_READY_S)
+                    pause_s = min(max(_RETRY_S, 2 * pause_s if failure else 0.0), longest_s)
                 failure = text
+                continue
+            pause_s = self._interval_s
+            if self._gap:
                 continue
             if failure:
                 _logger.info("rows are followed again")
-            pause_s, failure = self._interval_s, ""
+            resync_s, failure = 0.0, ""
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop following; rows can be read until the last reference is gone."""
@@ -651,8 +731,8 @@ class LiveRows(_ShownRows):
 _Found = tuple[Opened, RowSource, str]
 
 
-def _whole_log(url: str, packets: Mapping[int, int]) -> Opened | None:
-    """Open a log; None if it has not come to these packets."""
-    opened = open_log(url)
-    is_there = not packets or (opened.log is not None and opened.log.contains(packets))
-    return opened if is_there else None
+def _whole_log(url: str, position: LogPosition, *, is_damaged: bool = False) -> Opened | None:
+    """Open a log; None if it has not come to this position."""
+    opened = open_log(url, is_damaged=is_damaged)
+    is_there = opened.log is not None and opened.log.has(position)
+    return replace(opened, position=position) if is_there else None

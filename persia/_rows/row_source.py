@@ -15,15 +15,13 @@ from persia._core.kernels.optim import RowOptimizer
 from persia._files import catalog
 from persia._files.catalog import Chain
 from persia._files.change_log import ChangeLog
+from persia._files.log_position import LogPosition
 from persia._files.manifest import number_of
 from persia._files.mapping import Mapping as SchemaMapping
 from persia._files.open import open_storage
 from persia._files.schema import SavedSchema
 from persia.config import EmbeddingSchema
-from persia.errors import CheckpointError, ConfigError
-
-# What ``extras`` of a checkpoint's manifest call its position in a change log.
-_POSITION = "change_log"
+from persia.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,8 @@ class Opened:
 
     version: str  # id of a checkpoint; "" of a log, which has no moment in common
     chains: tuple[Chain, ...]
-    packets: Mapping[int, int]  # of the log, which has all changes that are in these rows
+    # Where the log has all changes that are in the checkpoint's rows.
+    position: LogPosition
     log: ChangeLog | None  # to follow from here
 
 
@@ -78,27 +77,18 @@ def open_checkpoint(url: str, identity: str = "") -> Opened:
     chains = catalog.chains(url, identity or None)
     last = chains[0].manifests[-1]
     version = last.id if chains[0].server is None else ""
-    return Opened(version, tuple(chains), _position(last.extras.get(_POSITION)), None)
+    return Opened(version, tuple(chains), LogPosition.of(last), None)
 
 
-def open_log(url: str) -> Opened:
-    """Open a change log at its newest chains; LogNotReady if it is not whole yet."""
+def open_log(url: str, *, is_damaged: bool = False) -> Opened:
+    """Open a change log at its newest chains, or at those that can be read if it is damaged.
+
+    Raises:
+        LogNotReady: It is not whole yet.
+    """
     log = ChangeLog(url)
-    chains = log.start()
-    return Opened("", tuple(chains), {}, log)
-
-
-def _position(saved: object) -> dict[int, int]:
-    """Read a checkpoint's position in the log; what is none is no position."""
-    if not isinstance(saved, dict) or not isinstance(packets := saved.get("packets"), dict):
-        return {}
-    try:
-        return {int(server): int(number) for server, number in packets.items()}
-    except (TypeError, ValueError) as exc:
-        raise CheckpointError(
-            f"extras.{_POSITION}.packets: expected numbers of packets by server, got "
-            f"{packets!r:.200}"
-        ) from exc
+    chains = log.start(is_damaged=is_damaged)
+    return Opened("", tuple(chains), LogPosition(), log)
 
 
 class SchemaMatch:

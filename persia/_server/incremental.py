@@ -21,6 +21,7 @@ to its end, or to that of the job.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
 from persia._files import catalog
 from persia._files.catalog import below, folder_of
+from persia._files.log_position import HISTORY, Reached, joined
 from persia._files.manifest import Manifest, number_of, time_text
 from persia._files.open import open_storage
 from persia._files.schema import SavedSchema
@@ -64,6 +66,8 @@ class IncrementalWriter:
         whole_rows: A context in which no load replaces rows, or an error.
         requests: Returns how many requests were served, which packets are to disturb little.
         clock: Seconds since 1970, of packets.
+        note_history: Gets what ``resume`` needs in the next process, if the rows outlive this
+            one.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class IncrementalWriter:
         requests: Callable[[], int],
         *,
         clock: Callable[[], float] = time.time,
+        note_history: Callable[[dict[str, Any]], object] = lambda noted: None,
     ) -> None:
         self._whole_rows, self._requests, self._clock = whole_rows, requests, clock
         self._replica, self._num_replicas = replica, num_replicas
@@ -94,7 +99,10 @@ class IncrementalWriter:
         self._full: _FullPacket | None = None  # begun last
         self._failed_fulls = 0  # one after the other
         self._no_full_before = 0.0  # monotonic
+        self._note_history = note_history
         self._changed = threading.Condition()  # guards all below
+        self._history = secrets.token_hex(8)
+        self._reached: Reached = {}  # of other histories
         self._has_failed = False  # the packet begun last
         self._num_failed = 0  # one after the other
         self._num_changes = 0  # upper bound, since the last packet
@@ -124,6 +132,24 @@ class IncrementalWriter:
                 return
         self.note(1, state)
 
+    def resume(self, noted: Any) -> None:
+        """Begin with what a process before this one noted of the rows that are here again."""
+        with self._changed:
+            with suppress(TypeError, KeyError, ValueError):
+                reached = {str(name): int(number) for name, number in noted["reached"].items()}
+                self._history, self._reached = str(noted["history"]), reached
+            self._note_history(self._about_history())
+
+    def note_loaded(self, reached: Reached) -> None:
+        """Note what the rows that were loaded have of logs."""
+        with self._changed:
+            others = {name: n for name, n in reached.items() if name != self._history}
+            self._reached = joined(self._reached, others)
+            self._note_history(self._about_history())
+
+    def _about_history(self) -> dict[str, Any]:
+        return {"history": self._history, "reached": dict(self._reached)}
+
     def begin_wait(self, state: Callable[[], ServerState]) -> dict[str, Any]:
         """Return which packet has all that is here now, once it is there.
 
@@ -143,7 +169,8 @@ class IncrementalWriter:
             self._start()
             # Packets up to this number may have begun before.
             packet = self._begun + 1
-        return {"change_log": {"url": self._dir, "packet": packet}}
+            about = self._about_history()
+        return {"change_log": {"url": self._dir, "packet": packet, **about}}
 
     def _start(self) -> None:
         """Start the thread, with the lock held, unless it runs."""
@@ -261,7 +288,9 @@ class IncrementalWriter:
         """Write and publish a packet; ``begun`` is its id, and when its moment was."""
         (identity, created), settings = begun, state.settings
         base = None if snapshot.is_full else self._base
-        extras: dict[str, Any] = {"servers": settings.to_json()}
+        with self._changed:
+            extras: dict[str, Any] = {HISTORY: self._about_history()}
+        extras["servers"] = settings.to_json()
         note: Callable[[int], None] = _note_nothing
         if full is not None:
             extras["after"], note = full.after, full.check

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from persia._core.store.blocks import RowBlock
 from persia._files.catalog import Chain, chains
+from persia._files.log_position import Reached, reached_by
 from persia._files.manifest import Manifest, Part, sketch_name
 from persia._files.mapping import Mapping, first_names
 from persia._files.parts import (
@@ -174,6 +175,7 @@ class LoadManager:
         any_rows: The same for what does not need those that a load has left out.
         shown_rows: The same for evaluation: ServiceBusy from commit to finish, as it can be
             asked again.
+        reached: What the rows loaded last have of change logs; nothing of some features only.
     """
 
     def __init__(
@@ -196,6 +198,7 @@ class LoadManager:
         self._missing: Missing | None = None  # rows that a load has left out
         self._finished: int | None = None  # the load that was last
         self.loaded_at: float | None = None  # when one last replaced the rows; monotonic
+        self.reached: Reached = {}
 
     @property
     def is_loading(self) -> bool:
@@ -303,6 +306,7 @@ class LoadManager:
             with self._lock:
                 self._set_missing(load.missing_before)
                 self.loaded_at = time.monotonic()
+                self.reached = load.restore.reached
         finally:
             with self._lock:
                 self._load = None
@@ -321,6 +325,7 @@ class LoadManager:
                 raise self._out_of_order(request)
             self._set_missing(load.missing_before)
             self._load, self._finished = None, request.load_id
+            self.reached = load.restore.reached
         return LoadStatus("finished", 0, 0, 0, "", ())
 
     def _commit(self, load: _Load, progress: Progress) -> None:
@@ -422,6 +427,7 @@ class CheckpointRestore:
         self._store, self._settings = now.store, now.settings
         self._request, self._num_threads = request, num_threads
         self.notes: list[str] = []
+        self.reached: Reached = {}
         self._chains: list[_MappedChain] = []
         self._sketch: Sketch | None = None
         self._num_bytes = 0
@@ -432,6 +438,8 @@ class CheckpointRestore:
         found = chains(self._request.url, self._request.checkpoint or None)
         self._chains = [self._read(one) for one in found]
         latest = found[0].manifests[-1]
+        if self._request.features is None:
+            self.reached = reached_by(found)
         self.notes = [
             *self._chains[0].mapping.notes,
             *self._differing_settings(latest),

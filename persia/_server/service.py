@@ -158,7 +158,12 @@ class ParameterServer:
         self._incremental: IncrementalWriter | None = None
         if config.enable_incremental_update:
             self._incremental = IncrementalWriter(
-                replica_index, replica_size, config, self._loads.whole_rows, self._num_requests
+                replica_index,
+                replica_size,
+                config,
+                self._loads.whole_rows,
+                self._num_requests,
+                note_history=lambda noted: recovery.note(change_log=noted),
             )
         self._recovery.run(lambda notes: self._attach(notes, clock))
 
@@ -174,6 +179,8 @@ class ParameterServer:
         self._clock = TrainingClock(clock, recent)
         self._rows = RowAccess(self._schema, self._settings, self._clock, self._loads)
         self._loads.recover(notes.get("missing"))
+        if self._incremental is not None:
+            self._incremental.resume(notes.get("change_log"))
         self._settings.attach(notes)
         if (state := self._settings.state) is not None:
             self._clock.resume(state.store.clock_times()[1])
@@ -470,8 +477,13 @@ class ParameterServer:
         status = self._loads.load(request)
         if request.step == "finish":
             self._rows.renew()
-            self._note_replaced()
+            self._note_loaded()
         return status
+
+    def _note_loaded(self) -> None:
+        if self._incremental is not None:
+            self._incremental.note_loaded(self._loads.reached)
+        self._note_replaced()
 
     def _note_replaced(self) -> None:
         """Have rows written that did not change by training, if those that do are."""
@@ -497,6 +509,7 @@ class ParameterServer:
         self._settings.complete(*settings_of(request))
         for note in self._loads.load_now(request):
             _logger.warning("%s: %s", url, note)
+        self._note_loaded()
 
     # --- what is measured -------------------------------------------------------------------
 

@@ -170,14 +170,23 @@ def _kind_of(reason: str) -> str:
     return "timeout" if "takes longer than" in reason else "other"
 
 
+# Counts of rows that follow a log, and what the metric calls them.
+_PACKETS = {
+    "applied_packets": "applied",
+    "gaps": "gaps",
+    "resyncs": "resyncs",
+    "damaged_loads": "damaged",
+}
+
+
 def row_samples(labels: Mapping[str, str], stats: Mapping[str, Any]) -> Iterator[Sample]:
     """Yield what a model says of its rows: ``Servable.stats``; what is unknown is left out."""
     for name in ("rows", "bytes"):
         if name in stats:
             yield Sample(f"persia_serving_held_{name}", stats[name], labels)
-    for name in ("applied", "gaps", "resyncs"):
+    for name, what in _PACKETS.items():
         if name in stats:
-            yield Sample("persia_serving_packets", stats[name], {**labels, "what": name})
+            yield Sample("persia_serving_packets", stats[name], {**labels, "what": what})
     for name in ("hits", "misses", "flushes"):
         if f"cache_{name}" in stats:
             count = stats[f"cache_{name}"]

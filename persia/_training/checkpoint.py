@@ -41,6 +41,7 @@ from persia import env
 from persia._files import catalog
 from persia._files.catalog import chains
 from persia._files.json_models import parse, read_json
+from persia._files.log_position import POSITION, LogPosition, Reached, joined
 from persia._files.manifest import File, Manifest, Part, ServerFiles
 from persia._files.open import open_storage
 from persia._files.parts import read_file, write_file
@@ -284,8 +285,15 @@ def _manifest(
     extras: dict[str, Any] = {"servers": about["settings"]}
     logs = [json.loads(info.about).get("change_log") for info in frozen.infos]
     if all(logs):  # where the rows of this moment are in what servers write by themselves
-        packets = {str(server): log["packet"] for server, log in enumerate(logs)}
-        extras["change_log"] = {"url": logs[0]["url"], "packets": packets}
+        reached: Reached = {}
+        for log in logs:
+            reached = joined(reached, log["reached"])
+        position = LogPosition(
+            {server: log["packet"] for server, log in enumerate(logs)},
+            {server: log["history"] for server, log in enumerate(logs)},
+            reached,
+        )
+        extras[POSITION] = position.to_json(logs[0]["url"])
     if frozen.order is not None:
         extras["features"] = asdict(frozen.order)
     for status in statuses:

@@ -2,7 +2,7 @@
 
     python3 -m tests.compose             # needs Docker with Compose, and nothing else
     python3 -m tests.compose failure     # one of them
-    steps: build memory bits project keys failure chaos
+    steps: build memory bits project serve keys failure chaos
     MINUTES=20 SEED=7 python3 -m tests.compose build chaos
 
 Containers, networks and volumes are those of a project of its own, and are gone afterwards.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import json
 import os
 import queue
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -64,7 +66,9 @@ def run(
 
 
 def down() -> None:
-    run(compose("down", "--volumes", "--timeout", "5", "--remove-orphans"), check=False)
+    # Of both profiles: services of one that is not active would stay.
+    words = compose("down", "--volumes", "--timeout", "5", "--remove-orphans")
+    run(words, check=False, COMPOSE_PROFILES="train,serve")
 
 
 def expect(what: str, want: object, got: object, text: str = "") -> None:
@@ -84,8 +88,8 @@ def last(text: str, mark: str) -> str:
 
 
 def build() -> None:
-    run(compose("build", overlay=True), BUILD_S)
-    for image in (f"{IMAGE}:server", f"{IMAGE}:nn-worker"):
+    run(compose("build", overlay=True), BUILD_S, COMPOSE_PROFILES="train,serve")
+    for image in (f"{IMAGE}:server", f"{IMAGE}:nn-worker", f"{IMAGE}:serving"):
         size = run(["docker", "image", "inspect", "-f", "{{.Size}}", image]).stdout
         print(f"{image}: {int(size) / 1e6:.0f} MB")
 
@@ -139,6 +143,71 @@ def project() -> None:
         auc = float(re.findall(r"AUC (\d\.\d+)", up.stdout)[-1])
         expect("an AUC above 0.7", True, auc > 0.7, up.stdout)
     print(f"a new project: AUC {auc:.4f}, all containers end with 0")
+
+
+# --- serving ----------------------------------------------------------------------------------
+
+# The first version comes before the new item does, which is after 0.4 of the log.
+SERVE = {"COMPOSE_PROFILES": "serve", "SERVING_SECONDS": "45", "PUBLISH_EVERY": "15"}
+for _name in ("SERVE_HTTP", "SERVE_GRPC", "SERVE_ROWS_HTTP", "SERVE_ROWS_GRPC"):
+    SERVE[f"{_name}_PORT"] = "0"  # any that is free
+NEW_ITEM = 987_654_321_987  # of examples/serving/click_log.py
+# User 7 with an item that the log has from the beginning, and one that comes with time.
+REQUEST = {
+    "inputs": [
+        {"name": "user", "datatype": "INT64", "shape": [1], "data": [7]},
+        {"name": "item", "datatype": "INT64", "shape": [2], "data": [1, NEW_ITEM]},
+        {"name": "seen_items", "datatype": "INT64", "shape": [1, 2], "data": [2, 3]},
+        {"name": "hour", "datatype": "FP32", "shape": [1, 1], "data": [0.5]},
+    ]
+}
+
+
+def scores(service: str) -> tuple[str, list[float]]:
+    """Return the version that answers, and its scores; no version while none is ready."""
+    place = run(compose("port", service, "8080"), STEP_S, True, **SERVE).stdout.strip()
+    url = f"http://{place}/v2/models/clicks/infer"
+    request = urllib.request.Request(url, json.dumps(REQUEST).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            answer = json.load(reply)
+    except (OSError, http.client.HTTPException):  # an error status too
+        return "", []
+    return answer["model_version"], answer["outputs"][0]["data"]
+
+
+def serve() -> None:
+    """The profile `serve` trains, publishes and answers, and a change of rows is seen."""
+    run(compose("up", "--detach", "--no-build", overlay=True), STEP_S, True, **SERVE)
+    # By service, its last answer; and by version, the new item's scores.
+    answers: dict[str, tuple[str, list[float]]] = {}
+    seen: dict[str, dict[str, list[float]]] = {"serve": {}, "serve_rows": {}}
+    trainer = ["docker", "inspect", "-f", "{{.State.Status}} {{.State.ExitCode}}"]
+    trainer.append(container("trainer", 1))
+    deadline, state = time.monotonic() + RUN_S, ""
+    while not state.startswith("exited") or len({str(one) for one in answers.values()}) != 1:
+        if time.monotonic() > deadline:
+            logs = run(compose("logs", "--tail", "30"), STEP_S, False, **SERVE).stdout
+            sys.exit(f"trainer {state}; last answers {answers}:\n{logs}")
+        threading.Event().wait(0.3)
+        state = run(trainer).stdout.strip()
+        if state.startswith("exited"):
+            logs = run(["docker", "logs", container("trainer", 1)]).stdout
+            expect("the trainer's end", "exited 0", state, logs)
+        for service, by_version in seen.items():
+            version, found = scores(service)
+            if by_version:
+                expect(f"{service} has answered, and does", True, bool(version))
+            if version:
+                answers[service] = version, found
+                by_version.setdefault(version, [found[1]]).append(found[1])
+    # The dense net of a version is one: what moves its scores are rows.
+    moved = {
+        service: max(max(found) - min(found) for found in by_version.values())
+        for service, by_version in seen.items()
+    }
+    expect("a change of rows under one version", True, min(moved.values()) > 0.01, str(seen))
+    print(f"scores of one version moved by {moved} as rows did; in the end both are the same")
 
 
 # --- with keys ------------------------------------------------------------------------------
@@ -411,7 +480,9 @@ def chaos() -> None:
     print(f"seed {seed}: {faults}: {count} batches, each trained once; {books}, loaders {sent}")
 
 
-STEPS = {one.__name__: one for one in (build, memory, bits, project, keys, failure, chaos)}
+STEPS = {
+    one.__name__: one for one in (build, memory, bits, project, serve, keys, failure, chaos)
+}
 
 
 def main() -> None:

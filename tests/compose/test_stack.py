@@ -121,8 +121,13 @@ def test_images_and_packages_are_pinned() -> None:
         image = service["image"]
         assert re.fullmatch(r"persia:[a-z-]+|[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", image), name
     stages = re.findall(r"^FROM (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
-    assert set(stages) == {"python:3.11-slim-bookworm", "pip", "server"}
-    for name in ("requirements", "requirements-build", "requirements-torch"):
+    assert set(stages) == {"python:3.11-slim-bookworm", "pip", "server", "nn-worker"}
+    for name in (
+        "requirements",
+        "requirements-build",
+        "requirements-serve",
+        "requirements-torch",
+    ):
         pins = (ROOT / f"compose/{name}.txt").read_text()
         requirements = re.findall(r"^([a-z0-9-]+)(\S*) \\$", pins, re.MULTILINE)
         assert all(re.fullmatch(r"==[\d.]+(\+cpu)?", version) for _, version in requirements)
@@ -139,6 +144,19 @@ def test_images_and_packages_are_pinned() -> None:
         '"$wanted"',
         '"torch==$TORCH"',
     ]
+
+
+def test_the_image_that_serves_has_what_the_extra_needs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    listed = project.partition("\nserve = [\n")[2].partition("\n]\n")[0]
+    needed = set(re.findall(r'^ *"([\w-]+)', listed, re.MULTILINE))
+    assert "starlette" in needed
+    pins = (ROOT / "compose/requirements-serve.txt").read_text()
+    assert needed <= set(re.findall(r"^([a-z0-9-]+)==", pins, re.MULTILINE))
+    role = services()["serve"]
+    assert role["image"] == services()["trainer"]["image"] == "persia:serving"
+    for server in ("row_server_0", "row_server_1"):
+        assert services()[server]["volumes"][1].endswith(":ro")
 
 
 def test_the_image_has_what_the_package_needs() -> None:

@@ -57,6 +57,13 @@ class Writer:
         self.changed: set[int] = set()
         self.base: str | None = None
         self.time = 1e9
+        self.history, self.reached = uuid.uuid4().hex, dict[str, int]()
+        self.states: dict[int, list[Held]] = {}  # that a follower may have at a packet
+
+    def lose_rows(self) -> None:
+        """Begin again as a process without the rows of the one before."""
+        self.base, self.held, self.changed = None, {}, set()
+        self.history, self.reached = uuid.uuid4().hex, {}
 
     def put(self, sign: int, seed: int) -> None:
         self.held[sign] = seed
@@ -97,6 +104,9 @@ class Writer:
         base: str | None,
         extras: dict[str, Any],
     ) -> Manifest:
+        after = extras.get("after", identity)
+        self.states.setdefault(number_of(after)[0], []).append(dict(self.held))
+        extras = {**extras, "log": {"history": self.history, "reached": self.reached}}
         prefix = f"{identity}/rows"
         with PartWriter(self.storage, prefix, server=self.server, num_threads=1) as writer:
             if rows:
@@ -128,15 +138,22 @@ class Follower:
         self.rows: dict[int, bytes] = {}
         self.num_starts = 0
 
-    def start(self) -> None:
+    def start(self, *, is_damaged: bool = False) -> None:
         log = ChangeLog(self.url)
         rows: dict[int, bytes] = {}
-        for chain in log.start():
+        for chain in log.start(is_damaged=is_damaged):
             for found in read_chain(chain, self.owned):
                 assert not set(found.signs.tolist()) & rows.keys()
                 rows.update(as_bytes(found))
+        if is_damaged and self.num_starts and log.progress(self.log) < 0:
+            return  # never back
         self.log, self.rows = log, rows
         self.num_starts += 1
+
+    def share(self, rows: dict[int, bytes]) -> dict[int, bytes]:
+        """Those of its replica."""
+        number, count = self.owned or (0, 1)
+        return {s: values for s, values in rows.items() if owner_of(s, count) == number}
 
     def apply(self, packet: Packet) -> None:
         changes = list(read_packet(packet, self.owned))  # all of it, or an error
@@ -464,8 +481,11 @@ class Machine(RuleBasedStateMachine):
         writer = self.writers[number % len(self.writers)]
         writer.base = None
         self.fulls = [each for each in self.fulls if each[0] is not writer]
-        for sign in self.rng.sample(sorted(writer.held), len(writer.held) // 2):
-            del writer.held[sign]
+        if self.rng.random() < 0.5:
+            return
+        kept = self.rng.sample(sorted(writer.held.items()), len(writer.held) // 2)
+        writer.lose_rows()
+        writer.held = dict(kept)
 
     @rule(count=st.integers(1, 3))
     def change_servers(self, count: int) -> None:
@@ -524,6 +544,28 @@ class Machine(RuleBasedStateMachine):
                     continue
             for _ in range(times):
                 follower.follow()
+
+    @rule(number=st.integers(0, 2))
+    def start_damaged(self, number: int) -> None:
+        """Begin at what can be read: the rows of some moment of each server."""
+        follower = self.followers[number % len(self.followers)]
+        try:
+            follower.start(is_damaged=True)
+        except CheckpointError:
+            return
+        count, mine = len(self.writers), dict[int, bytes]()
+        if {one.history for one in self.writers} != {*follower.log.histories.values()}:
+            return
+        for writer in self.writers:
+            states = writer.states[follower.log.position[writer.server]]
+            found = {
+                sign: values
+                for sign, values in follower.rows.items()
+                if owner_of(sign, count) == writer.server
+            }
+            assert any(found == follower.share(values_of(state)) for state in states)
+            mine |= found
+        assert mine == follower.rows
 
     @rule()
     def settle(self) -> None:

@@ -100,7 +100,8 @@ def normal(text: str) -> str:
     text = text.replace(__version__, "VERSION")
     text = re.sub(r"(\d{8})-[0-9a-f]{8}\b", r"\1-CHANCE", text)
     text = re.sub(r'("created":)"[^"]*"', r'\1"TIME"', text)
-    text = re.sub(r'("change_log":\{[^}]*\},"url":)"[^"]*"', r'\1"THERE"', text)
+    text = re.sub(r'("change_log":\{[^"]*"histories".*?,"url":)"[^"]*"', r'\1"THERE"', text)
+    text = re.sub(r'("histories":\{"0":|"history":)"[0-9a-f]{16}"', r'\1"HISTORY"', text)
     text = re.sub(r"created \S+Z, \S+ ago", "created TIME, AGE ago", text)
     return re.sub(r'("xxh3_128":)"[0-9a-f]{32}"(}\Z)', r'\1"OF THIS"\2', text)
 

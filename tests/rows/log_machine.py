@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from persia._files import catalog
+from persia._files.log_position import LogPosition
 from persia._files.manifest import Manifest, number_of, time_text
 from persia._files.open import open_storage
 from persia._files.part_writer import PartWriter
@@ -59,6 +60,10 @@ class Server:
         self.rows = LiveRows(self.source, SCHEMA, owned=self.owned, follow_interval_s=0.001)
         self.newest: Seeds = {}  # of each sign, of all rows shown
 
+    def owns(self, sign: int) -> bool:
+        number, count = self.owned
+        return owner_of(sign, count) == number
+
     def poll(self) -> None:
         try:
             self.rows.poll()
@@ -81,6 +86,10 @@ class LogMachine(RuleBasedStateMachine):
         self.rng, self.last_seed = random.Random(seed), 0
         self.known: dict[tuple[int, bytes], int] = {}
         self.broken: dict[tuple[int, str], bytes] = {}
+        # By checkpoint, its rows and how many were dropped before; and when each was, last.
+        self.saved: dict[str, tuple[Seeds, int]] = {}
+        self.drops: dict[int, int] = {}
+        self.num_drops = 0
         self.begin_job(count)
         source = RowSource(checkpoint=self.checkpoints, follows_newer=True, change_log=self.url)
         self.servers = [Server(source, (n, owned)) for n in range(owned)]
@@ -111,7 +120,10 @@ class LogMachine(RuleBasedStateMachine):
     @rule(places=PLACES)
     def drop(self, places: set[int]) -> None:  # or expire
         for place in places:
-            self.writer_of(int(SIGNS[place])).drop(int(SIGNS[place]))
+            sign = int(SIGNS[place])
+            self.writer_of(sign).drop(sign)
+            self.num_drops += 1
+            self.drops[sign] = self.num_drops
 
     @rule(number=st.integers(0, 2))
     def write(self, number: int) -> None:
@@ -133,14 +145,17 @@ class LogMachine(RuleBasedStateMachine):
         writer, made = self.fulls.pop(0)
         catalog.publish(writer.storage, made)
 
-    @rule(number=st.integers(0, 2))
-    def restart_writer(self, number: int) -> None:
+    @rule(number=st.integers(0, 2), is_whole=st.booleans())
+    def restart_writer(self, number: int, is_whole: bool) -> None:
         """With its rows, or some of them; what it was writing is lost."""
         writer = self.writer(number)
         writer.base = None
         self.fulls = [each for each in self.fulls if each[0] is not writer]
-        for sign in self.rng.sample(sorted(writer.held), len(writer.held) // 2):
-            del writer.held[sign]
+        if is_whole:
+            return
+        kept = self.rng.sample(sorted(writer.held.items()), len(writer.held) // 2)
+        writer.lose_rows()
+        writer.held = dict(kept)
 
     @rule(count=st.integers(1, 3), is_lost=st.booleans())
     def change_servers(self, count: int, is_lost: bool) -> None:
@@ -162,9 +177,11 @@ class LogMachine(RuleBasedStateMachine):
             if held:
                 writer.add("table0", joined(row(s, held[s]) for s in sorted(held)))
             parts = writer.finish()
-        packets = {
-            str(one.server): number_of(catalog.new_id(one.storage))[0] for one in self.writers
-        }
+        position = LogPosition(
+            {one.server: number_of(catalog.new_id(one.storage))[0] for one in self.writers},
+            {one.server: one.history for one in self.writers},
+        )
+        self.saved[identity] = held, self.num_drops
         manifest = Manifest(
             id=identity,
             kind="full",
@@ -175,7 +192,7 @@ class LogMachine(RuleBasedStateMachine):
             schema=SAVED,
             parts=parts,
             deleted=(),
-            extras={"change_log": {"url": self.url, "packets": packets}},
+            extras={"change_log": position.to_json(self.url)},
         )
         catalog.publish(storage, manifest)
 
@@ -227,6 +244,11 @@ class LogMachine(RuleBasedStateMachine):
         for sign, seed in found.items():
             assert seed >= server.newest.get(sign, 0)
         server.newest |= found
+        # Whatever became of its servers, no row of the checkpoint is lost but those dropped.
+        held, dropped = self.saved.get(server.rows._checkpoint, ({}, 0))
+        for sign, seed in held.items():
+            if server.owns(sign) and self.drops.get(sign, 0) <= dropped:
+                assert found.get(sign, -1) >= seed
         for _, pinned, before in self.pinned:
             assert seeds_in(pinned, self.known) == before
         return found

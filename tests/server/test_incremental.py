@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from persia._files import catalog
 from persia._files.catalog import below
 from persia._files.change_log import ChangeLog, Deletion, Rows, read_chain, read_packet
+from persia._files.log_position import LogPosition
 from persia._files.manifest import Manifest, time_text
 from persia._files.part_writer import PartWriter
 from persia._files.parts import read_part, take
@@ -31,6 +33,7 @@ from tests.support.saving import (
     dump,
     files_in,
     held_load,
+    load,
     load_changes,
     rows_of,
     train,
@@ -364,6 +367,72 @@ def test_a_checkpoint_knows_its_place_in_the_log(tmp_path: Path) -> None:
     assert rows == values_in(servers)
     for server in servers:
         server.close()
+
+
+def kill(server: ParameterServer) -> None:
+    """What others see of a server that was killed: it writes no more, and its lock is free."""
+    assert server._incremental is not None
+    server._incremental._state = None
+    server._incremental._release()
+
+
+def test_a_number_that_a_killed_server_promised_is_not_kept_by_another_one(
+    tmp_path: Path,
+) -> None:
+    """Without a state file it comes back empty, and its next packet has the same number."""
+    log_at, saved_at = tmp_path / "log", LocalStorage(tmp_path / "checkpoints")
+    (first,) = writing_changes(log_at)
+    worker = make_worker([first])
+    train(worker, 0, 1)
+    first.flush_changes()
+    train(worker, 1, 1)
+    assert place_of_dump(worker, tmp_path) == {0: 2}
+    promised = LogPosition.of(catalog.load(saved_at))
+    kill(first)
+    (again,) = writing_changes(log_at)
+    worker = make_worker([again])
+    train(worker, 90, 1)
+    again.flush_changes()
+    log, rows = follow(log_at)
+    assert log.position == {0: 2}
+    assert not log.has(promised)
+    assert len(rows) < len(values_in([first]))
+    # Once it has loaded that checkpoint it has those rows, and so have checkpoints of its own.
+    load(worker, tmp_path / "checkpoints")
+    train(worker, 2, 1)
+    again.flush_changes()
+    if catch_up(log, rows):
+        log, rows = follow(log_at)
+    assert log.has(promised)
+    place_of_dump(worker, tmp_path)
+    kill(again)
+    (third,) = writing_changes(log_at)
+    load(make_worker([third]), tmp_path / "checkpoints")
+    train(make_worker([third]), 3, 1)
+    third.flush_changes()
+    log, _ = follow(log_at)
+    assert log.has(promised)
+    assert log.has(LogPosition.of(catalog.load(saved_at)))
+
+
+def test_rows_that_were_recovered_go_on_with_their_history(tmp_path: Path) -> None:
+    noted: list[Any] = []
+    (server,) = writing_changes(tmp_path / "log")
+    assert server._incremental is not None
+    server._incremental._note_history = noted.append
+    train(make_worker([server]), 0, 1)
+    place_of_dump(make_worker([server]), tmp_path)
+    server._incremental.note_loaded({"another": 7})
+    promised = LogPosition.of(catalog.load(LocalStorage(tmp_path / "checkpoints")))
+    kill(server)
+    (again,) = writing_changes(tmp_path / "log")
+    assert again._incremental is not None
+    again._incremental.resume(json.loads(json.dumps(noted[-1])))
+    train(make_worker([again]), 0, 1)
+    again.flush_changes()
+    log, _ = follow(tmp_path / "log")
+    assert log.has(promised)
+    assert log.has(LogPosition({0: 7}, {0: "another"}))
 
 
 def place_of_dump(worker: Any, tmp_path: Path) -> dict[int, int]:

@@ -387,3 +387,30 @@ def test_files_that_ended_jobs_left(directory: Path, monkeypatch: Monkey, run_id
         if again is not None:
             assert "facts" in again.notes
             again.close()
+
+
+def test_a_change_log_goes_on_with_its_history(directory: Path, tmp_path: Path) -> None:
+    """What a checkpoint was promised is kept by the process that recovers the rows."""
+    logging_changes: dict[str, Any] = {
+        "enable_incremental_update": True,
+        "incremental_dir": str(tmp_path),
+    }
+
+    def promise(server: ParameterServer) -> Any:
+        assert server._incremental is not None
+        return server._incremental.begin_wait(server._state_to_save)["change_log"]
+
+    first = configured(serve(open_file(directory), **logging_changes))
+    look(first)
+    before = promise(first)
+    assert first._incremental is not None
+    first._incremental.note_loaded({"before": 3})
+    kill(first)
+    second = serve(open_file(directory), **logging_changes)
+    after = promise(second)
+    assert after["history"] == before["history"]
+    assert after["reached"] == {"before": 3}
+    assert after["packet"] >= before["packet"]
+    kill(second)
+    empty = configured(serve(StateFile(path_of(directory, "other"), SHARDS), **logging_changes))
+    assert promise(empty)["history"] != before["history"]

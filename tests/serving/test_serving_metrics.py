@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from persia._metrics.definitions import METRICS, SERVING
 from persia._metrics.registry import Sample
 from persia._metrics.timings import Distribution
+from persia._rows.live_rows import LiveRows
+from persia._rows.row_source import RowSource
 from persia._serving.serving_metrics import (
     STAGES,
     ServingStatistics,
@@ -14,6 +16,7 @@ from persia._serving.serving_metrics import (
     version_samples,
 )
 from persia._serving.versions import VersionState
+from persia.config import EmbeddingSchema
 
 
 def test_counts_become_statistics_and_samples() -> None:
@@ -75,17 +78,23 @@ def test_versions_that_are_not_loaded_are_counted_by_why() -> None:
 
 
 def test_what_a_model_says_of_its_rows() -> None:
-    stats = {"rows": 7, "bytes": 80, "applied": 3, "gaps": 1, "resyncs": 1, "loads": 1}
+    rows = LiveRows(
+        RowSource(change_log="unused"),
+        EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}}}),
+    ).stats()
+    stats = {**rows, "rows": 7, "bytes": 80, "applied_packets": 3, "gaps": 1}
     more = {"cache_hits": 5, "cache_misses": 2, "row_ages": {0: 0.5}, "missing": {"user": 4}}
     samples = list(row_samples({"model": "clicks", "version": "3"}, {**stats, **more}))
     check(samples)
     values = {(s.name, *[*s.labels.values()][2:]): s.value for s in samples}
     assert values["persia_serving_held_rows",] == 7
+    assert values["persia_serving_packets", "applied"] == 3
     assert values["persia_serving_packets", "gaps"] == 1
+    assert values["persia_serving_packets", "damaged"] == 0
     assert values["persia_serving_cache", "hits"] == 5
     assert values["persia_serving_row_age_seconds", "0"] == 0.5
     assert values["persia_serving_missing_ids", "user"] == 4
-    assert len(samples) == 9
+    assert len(samples) == 10
 
 
 def test_a_version_that_was_never_asked_has_zeros() -> None:
