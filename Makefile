@@ -251,11 +251,11 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 .PHONY: gpu gpu-site
 gpu:  ## tests marked cuda, with servers, and a DLRM measured on the GPU: build/gpu/gpu.md
-	PYTHONPATH="$(CURDIR)$(if $(wildcard build/gpu/site),:$(CURDIR)/build/gpu/site)" \
+	@PYTHONPATH="$(CURDIR)$(if $(wildcard build/gpu/site),:$(CURDIR)/build/gpu/site)" \
 	  $(GPU_PYTHON) -m tests.gpu $(GPU)
 
 gpu-site:  ## copy the packages that `make gpu` needs, but torch and numpy, into build/gpu/site
-	PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) -m tests.gpu --carry build/gpu/site
+	@PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) -m tests.gpu --carry build/gpu/site
 
 .PHONY: pictures
 pictures: build  ## draw docs/images from real runs

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,11 @@ class Bags:
             self._rows.zero_grad()
 
 
+def bags_rate(bags: Bags, timer: Timer) -> float:
+    """Return thousand samples a second."""
+    return TIMED * BATCH / 1e3 / bags.slice(timer)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure one net with one number of threads; the rates and cores of each contender."""
     device = (
@@ -183,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         }
         for name, sparse in (("sparse", True), ("dense", False), ("net alone", None)):
             bags = Bags(top, device, raws, options.quick, sparse)
-            turns[name] = lambda bags=bags, name=name: samples / bags.slice(timers[name])
+            turns[name] = partial(bags_rate, bags, timers[name])
         series = interleave(turns, options.pairs)
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     return {

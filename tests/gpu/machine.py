@@ -30,7 +30,7 @@ def required() -> list[str]:
     """Return the names of the packages that persia and these tests import."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     listed = text.partition("dependencies = [")[2].partition("\n]")[0]
-    return [*re.findall(r'"([A-Za-z0-9_.-]+)', listed), *TESTED_WITH]
+    return [*re.findall(r'^ *"([A-Za-z0-9_.-]+)', listed, re.MULTILINE), *TESTED_WITH]
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -126,5 +126,5 @@ def described() -> list[str]:
     if torch.cuda.is_available():
         of = torch.cuda.get_device_properties(0)
         lines.insert(0, f"GPU: {of.name}, {of.total_memory / 2**30:.0f} GiB")
-        lines.append(f"CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
+        lines.append(f"CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")  # type: ignore[no-untyped-call]
     return lines

@@ -1,4 +1,4 @@
-"""``make gpu``: what it says where something is missing, and what it writes where nothing is."""
+"""``make gpu``: what it says where something is missing, and what it writes otherwise."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_whole_program_on_a_cpu(tmp_path: Path) -> None:
     ran = run("-m", "tests.gpu", "--device", "cpu", "--quick", "--out", tmp_path, timeout_s=590)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     text = (tmp_path / "gpu.md").read_text()
-    for piece in ("A trial of the program", "memory after 100 steps on cpu", "| 1 | "):
+    for piece in ("A trial of the program", "quickstart on cpu", "| 1 | "):
         assert piece in text
     (of_net,) = json.loads((tmp_path / "measured.json").read_text())
     assert set(of_net["rates"]) == set(measurement.NAMES)

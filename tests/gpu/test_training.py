@@ -68,6 +68,7 @@ def test_training_over_servers_gives_what_one_process_on_the_cpu_gives(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @ON_EACH
 def test_bf16_autocast_learns_and_leaves_rows_in_float32(device: str) -> None:
     with new_ctx(device, Net(dtype=torch.bfloat16)) as ctx:
@@ -104,9 +105,10 @@ def test_a_grad_scaler_skips_dense_and_sparse_alike(device: str) -> None:
         assert all(map(torch.equal, ctx.model.parameters(), parameters))
 
 
+@pytest.mark.slow
 @ON_EACH
 def test_memory_is_flat(device: str, record_property: Record) -> None:
-    num_steps = 1000 if device == "cuda" else 100
+    num_steps = 1000 if device == "cuda" else 60
     with new_ctx(device, Net()) as ctx:
         train(ctx, batches(50))  # rows, buffers and threads are there
         before, resident = _allocated(device), resident_bytes()
