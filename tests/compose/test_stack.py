@@ -121,7 +121,7 @@ def test_images_and_packages_are_pinned() -> None:
         image = service["image"]
         assert re.fullmatch(r"persia:[a-z-]+|[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", image), name
     stages = re.findall(r"^FROM (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
-    assert set(stages) == {"python:3.11-slim-bookworm", "pip", "server"}
+    assert set(stages) == {"python:3.11-slim-bookworm", "pip", "server", "nn-worker"}
     for name in ("requirements", "requirements-build", "requirements-torch"):
         pins = (ROOT / f"compose/{name}.txt").read_text()
         requirements = re.findall(r"^([a-z0-9-]+)(\S*) \\$", pins, re.MULTILINE)

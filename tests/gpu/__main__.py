@@ -75,7 +75,9 @@ class Part:
 
 def parts(device: str, quick: bool, out: Path) -> list[Part]:
     """Return what is run, in order."""
+    # xunit1 takes what tests record.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    pytest += ["-o", "junit_family=xunit1"]
     chosen = ["-m", "cuda"] if device == "cuda" else ["-k", "[cpu]", "-m", "not slow"]
     where = ["tests"] if device == "cuda" else ["tests/gpu"]
     measure = [sys.executable, "-m", "tests.benchmarks.gpu", "--out", str(out)]
