@@ -262,6 +262,18 @@ bench-readers: build  ## Parquet and text to batches, against Arrow's own scan
 bench-instructions: build  ## instructions of the sparse path against the committed counts (valgrind)
 	$(BIN)/python -m tests.benchmarks.instructions $(BENCH)
 
+# On a machine with a GPU there may be no network and no .venv: whatever Python has torch is taken,
+# with the packages that `make gpu-site` put into build/gpu/site elsewhere.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: gpu gpu-site
+gpu:  ## tests marked cuda, with servers, and a DLRM measured on the GPU: build/gpu/gpu.md
+	@PYTHONPATH="$(CURDIR)$(if $(wildcard build/gpu/site),:$(CURDIR)/build/gpu/site)" \
+	  $(GPU_PYTHON) -m tests.gpu $(GPU)
+
+gpu-site:  ## copy the packages that `make gpu` needs, but torch and numpy, into build/gpu/site
+	@PYTHONPATH="$(CURDIR)" $(GPU_PYTHON) -m tests.gpu --carry build/gpu/site
+
 .PHONY: pictures
 pictures: build  ## draw docs/images from real runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cli.pictures docs/images

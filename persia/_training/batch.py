@@ -214,7 +214,9 @@ class DeviceTransfer:
         if self._stream is None:
             return torch.from_numpy(np.array(array, order="C"))
         template = torch.from_numpy(np.empty(0, array.dtype))
-        pinned = torch.empty(array.shape, dtype=template.dtype, pin_memory=True)
+        # This thread's device is 0 until it is set, which may be another rank's.
+        with torch.cuda.device(self._device):
+            pinned = torch.empty(array.shape, dtype=template.dtype, pin_memory=True)
         pinned.numpy()[...] = array
         return pinned
 
@@ -265,10 +267,10 @@ class DeviceTransfer:
             start += array.size
         packed = pinned.to(self._device, non_blocking=True)
         pieces = torch.split(packed, [array.size for array in arrays]) if arrays else ()
-        # detach: a part that is a view would share version counters with all the others.
+        # data: a view, detached or not, shares its version counter with all the others, and a
+        # model that changes one embedding in place could not run backward for the rest.
         parts = [
-            piece.detach().view(array.shape)
-            for piece, array in zip(pieces, arrays, strict=True)
+            piece.view(array.shape).data for piece, array in zip(pieces, arrays, strict=True)
         ]
         return packed, parts
 

@@ -174,6 +174,20 @@ class DenseStep:
         return True
 
 
+def reader(loss: torch.Tensor) -> Callable[[], float]:
+    """Return what reads a loss later, from any thread, and waits for it only then."""
+    if not loss.is_cuda:
+        return loss.item
+    # Another thread's current stream may be ahead of the one that computes the loss.
+    stream = torch.cuda.current_stream(loss.device)
+
+    def read() -> float:
+        with torch.cuda.stream(stream):
+            return float(loss.item())
+
+    return read
+
+
 def _check_scale(scaler: torch.amp.GradScaler | None) -> None:
     """Raise DataError if a scaler lowers its scale without an end."""
     scale = 1.0 if scaler is None else scaler.get_scale()

@@ -214,7 +214,8 @@ class InFlightBatch:
         with torch.cuda.stream(stream):
             host = torch.empty(self._flat.shape, dtype=self._flat.dtype, pin_memory=True)
             host.copy_(self._flat, non_blocking=True)
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Blocking: a thread that waits for it leaves its core to the store's threads.
+            self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.event.record(stream)
         # The buffer is freed by another thread than the stream that reads it.
         self._flat.record_stream(stream)
@@ -229,7 +230,10 @@ class InFlightBatch:
         """Return what the embedding-worker takes; runs in a backward worker."""
         event = self.event
         if event is not None:
-            event.synchronize()  # this thread waits, without the GIL; the device does not
+            # This thread waits, without the GIL; the device does not. On the event's device:
+            # a call on another one would give this process memory there.
+            with torch.cuda.device(event.device):
+                event.synchronize()
         slots = []
         for leaf, gradient in self.gradients:
             if gradient is None:

@@ -27,7 +27,7 @@ from persia._training.backward_checks import (
     ticket_to_keep,
 )
 from persia._training.checkpoint import unwrap
-from persia._training.dense_step import BeforeStep, DenseStep, gradients
+from persia._training.dense_step import BeforeStep, DenseStep, gradients, reader
 from persia._training.feature_order import check_ranks
 from persia._training.ranks import Ranks, StepBarrier, uneven_steps
 from persia.config import EmbeddingSchema
@@ -479,7 +479,7 @@ class TrainCtx(PublishingCtx):
         """Step with the gradients of this backward and those accumulated."""
         engine, number = self._engine("backward"), self.update_times + 1
         self._checks.warn_of_schedule(self.dense_optimizer, engine.learning_rates)
-        session.last_step = number, loss.item
+        session.last_step = number, reader(loss)
         recorder = session.connection.recorder
         if recorder is not None and recorder.note_step(number, loss, current.batch_size):
             # Every few steps, while leaves have gradients.

@@ -5,8 +5,8 @@ happened; the code behind trusts what it gets. With
 ``PERSIA_SKIP_CHECK_DATA=1`` the checks of the dtypes and values of dense data and labels are
 skipped; sizes, and everything that memory safety hangs on, are checked always.
 
-Ids of torch and Arrow are recognised by their module's name: a data-loader without torch never
-imports it, and pyarrow is optional and slow to import.
+Tensors of torch and of other libraries come in by ``persia.embedding.tensors``, which imports
+none of them; pyarrow is optional and slow to import.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ import numpy as np
 from persia import env
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc import serialization
+from persia.embedding.tensors import (
+    JaggedArrays,
+    as_array,
+    is_strided_nested,
+    jagged_arrays,
+)
 from persia.errors import DataError, DataTypeError, ProtocolError
 
 if TYPE_CHECKING:
@@ -78,8 +84,28 @@ def _items(what: str, given: Any, *kinds: type) -> tuple[Any, ...]:
 
 
 def _samples(data: Any) -> Any:
-    """Return the samples of a matrix, or of an object array as pandas makes them, as a list."""
+    """Return the samples of an object array as pandas makes them, or nested ones, as a list."""
+    if is_strided_nested(data):
+        return list(data.unbind())
     return list(data) if isinstance(data, np.ndarray) and data.ndim else data
+
+
+def _weights_of(where: str, weights: Any) -> Any:
+    """Return the weights of a batch as one array per sample; None if there are none."""
+    if weights is None:
+        return None
+    whole = jagged_arrays(where, "weights", weights)
+    if whole is not None:
+        return _split(whole.values, whole.offsets)
+    samples = _samples(weights)
+    if not isinstance(samples, list | tuple):
+        return samples
+    return [as_array(where, "weights", sample) for sample in samples]
+
+
+def _split(values: NDArray[Any], offsets: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return what each sample has; views of ``values``."""
+    return [values[i:j] for i, j in itertools.pairwise(offsets.tolist())]
 
 
 def _not_finite(data: NDArray[Any]) -> str:
@@ -96,11 +122,14 @@ class IDTypeFeature:
 
     Args:
         name: The feature's name, as in the embedding config.
-        data: One 1-D array of uint64 per sample. Other integers, and torch tensors in CPU
-            memory, are taken too; signed ids keep their bits: -1 is 2**64 - 1.
+        data: One 1-D array of uint64 per sample, or all samples at once: a matrix [B, L], a
+            nested tensor, or TorchRec's JaggedTensor, whose ids are not copied. Other integers
+            are taken too; signed ids keep their bits: -1 is 2**64 - 1. For arrays there may be
+            torch tensors in CPU memory, and objects with ``__dlpack__`` there.
         weights: One 1-D array of float32 per sample, as long as its ids; the feature's rows
             are multiplied by them before they are summed, and so are their gradients. Only
-            for slots that are pooled by sum. None: each id counts once.
+            for slots that are pooled by sum. None: each id counts once, unless a JaggedTensor
+            has weights of its own.
 
     Raises:
         DataTypeError: If an array is of another type; names feature and sample.
@@ -120,10 +149,17 @@ class IDTypeFeature:
         self,
         name: str,
         data: Any,
-        weights: Sequence[NDArray[np.float32]] | NDArray[Any] | None = None,
+        weights: Any = None,
     ) -> None:
-        self.name = _check_name(name)
-        samples, own = _samples(data), _samples(weights)
+        where = f"feature {_check_name(name)!r}"
+        whole = jagged_arrays(where, "ids", data)
+        if whole is not None:
+            if whole.values.dtype.kind == "f":
+                raise DataTypeError(f"{where}: expected ids, got {whole.values.dtype}{_FLOATS}")
+            self._take(name, whole, _weights_of(where, weights))
+            return
+        self.name = name
+        samples, own = _samples(data), _weights_of(where, weights)
         self._data: Sequence[NDArray[np.uint64]] = samples
         self._csr: tuple[NDArray[np.uint64], NDArray[Any]] | None = None
         refused: DataTypeError | None = None
@@ -138,15 +174,23 @@ class IDTypeFeature:
             else:  # whose weights are a list too
                 self.feature_batch = FeatureBatch.from_list(name, list(self.data), own)
 
+    def _take(self, name: str, ids: JaggedArrays, weights: Any) -> None:
+        """Take a whole batch; ``weights``, one array a sample, come before those it has."""
+        taken = IDTypeFeature.from_csr(name, *ids)
+        self.name, self._data, self._csr = name, taken._data, taken._csr
+        self.feature_batch = taken.feature_batch
+        if weights is not None:
+            self.feature_batch = FeatureBatch.from_list(name, list(self.data), weights)
+
     @classmethod
     def from_csr(
         cls,
         name: str,
-        values: NDArray[np.uint64],
-        offsets: NDArray[Any],
-        weights: NDArray[np.float32] | None = None,
+        values: Any,
+        offsets: Any,
+        weights: Any = None,
     ) -> IDTypeFeature:
-        """Take all ids of the batch in one array.
+        """Take all ids of the batch in one array, or tensor.
 
         Args:
             name: The feature's name.
@@ -156,7 +200,10 @@ class IDTypeFeature:
             weights: The weight of each id, float32 [N]; None: each counts once.
         """
         feature = cls.__new__(cls)
-        feature.name = _check_name(name)
+        where = f"feature {_check_name(name)!r}"
+        feature.name = name
+        values, offsets = as_array(where, "values", values), as_array(where, "offsets", offsets)
+        weights = None if weights is None else as_array(where, "weights", weights)
         if isinstance(values, np.ndarray) and values.dtype.kind == "i" and values.ndim == 1:
             values = bits_of(name, values)
         try:
@@ -176,7 +223,7 @@ class IDTypeFeature:
         lengths: Any = None,
         weights: Any = None,
     ) -> IDTypeFeature:
-        """Take a jagged pair of torch tensors (or arrays) in CPU memory.
+        """Take a jagged pair of tensors (or arrays) in CPU memory.
 
         Args:
             name: The feature's name.
@@ -186,21 +233,20 @@ class IDTypeFeature:
             weights: The weight of each id, float32 [N]; None: each counts once.
         """
         where = f"feature {_check_name(name)!r}"
-        ids = _from_torch(where, "values", values)
+        ids = as_array(where, "values", values)
         if (offsets is None) is (lengths is None):
             both = "neither" if offsets is None else "both"
             raise DataError(
                 f"feature {name!r}: expected offsets, or lengths as TorchRec's, got {both}"
             )
         if lengths is not None:
-            offsets = _offsets_of(name, _from_torch(where, "lengths", lengths))
+            offsets = _offsets_of(name, as_array(where, "lengths", lengths))
             if isinstance(ids, np.ndarray) and offsets[-1] != ids.size:
                 raise DataError(
                     f"{where}: expected lengths that sum to {ids.size}, the ids given, got "
                     f"{offsets[-1]}"
                 )
-        offsets = _from_torch(where, "offsets", offsets)
-        return cls.from_csr(name, ids, offsets, _from_torch(where, "weights", weights))
+        return cls.from_csr(name, ids, offsets, weights)
 
     @classmethod
     def from_arrow(cls, name: str, list_array: Any) -> IDTypeFeature:
@@ -215,8 +261,7 @@ class IDTypeFeature:
     def data(self) -> Sequence[NDArray[np.uint64]]:
         """One array of ids per sample."""
         if self._csr is not None:
-            values, offsets = self._csr
-            self._data = [values[i:j] for i, j in itertools.pairwise(offsets.tolist())]
+            self._data = _split(*self._csr)
             self._csr = None
         return self._data
 
@@ -242,6 +287,7 @@ class IDTypeFeatureWithSingleID:
 
     def __init__(self, name: str, data: Any) -> None:
         self.name = _check_name(name)
+        data = as_array(f"feature {name!r}", "ids", data)
         refused: DataTypeError | None = None
         try:
             self.feature_batch = FeatureBatch.from_single(name, data)
@@ -262,8 +308,9 @@ class NdarrayDataBase:
     """An array with one entry per sample, which becomes a tensor of the same dtype.
 
     Args:
-        data: Array [B, ...] of bool, an integer or a float dtype that torch has, or a torch
-            tensor in CPU memory; one with gaps is copied.
+        data: Array [B, ...] of bool, an integer or a float dtype that torch has, a torch tensor
+            in CPU memory, or an object with ``__dlpack__`` there; one with gaps is copied.
+            numpy has no bfloat16: write ``.float()``, which copies, or ``.half()``.
         name: Its name; the class's ``DEFAULT_NAME`` if not given.
 
     The array is not copied: do not write to it before its batch is consumed.
@@ -274,7 +321,7 @@ class NdarrayDataBase:
 
     def __init__(self, data: Any, name: str | None = None) -> None:
         self._name = name if name is None else _check_name(name)
-        given: object = _from_torch(f"{self._WHAT} {self.name!r}", "data", data)
+        given: object = as_array(f"{self._WHAT} {self.name!r}", "data", data)
         # A masked array would lose its mask on the way.
         if not isinstance(given, np.ndarray) or isinstance(given, np.ma.MaskedArray):
             raise DataTypeError(
@@ -590,32 +637,6 @@ def _offsets_of(name: str, lengths: Any) -> NDArray[np.int64]:
     return edges_of(lengths)
 
 
-def _from_torch(where: str, what: str, value: Any) -> Any:
-    """Return the memory of a torch tensor as an array; anything else as it is."""
-    if not _is_tensor(value):
-        return value
-    if value.device.type != "cpu":
-        raise DataTypeError(
-            f"{where}: expected {what} in CPU memory, got {value.device}; call .cpu() on it"
-        )
-    if value.requires_grad:
-        raise DataError(
-            f"{where}: expected {what} that need no gradient, as none is given to them; call "
-            ".detach() on them"
-        )
-    try:
-        return value.numpy()
-    except (TypeError, RuntimeError):
-        kinds = {"weights": "float32", "data": "a dtype that numpy has"}
-        todo = "" if what == "ids" else "; call .float() on it"
-        if value.is_sparse:
-            todo = "; call .to_dense() on it"
-        raise DataTypeError(
-            f"{where}: expected {what} as a dense tensor of {kinds.get(what, 'integers')}, "
-            f"got {value.dtype} with layout {value.layout}{todo}"
-        ) from None
-
-
 def _explained(error: DataError, values: Any, offsets: Any) -> DataError:
     """Return an error, with what to write for offsets as ``nn.EmbeddingBag`` takes them."""
     last = offsets[-1] if isinstance(offsets, np.ndarray) and offsets.size else None
@@ -626,14 +647,11 @@ def _explained(error: DataError, values: Any, offsets: Any) -> DataError:
     )
 
 
-def _is_tensor(value: object) -> bool:
-    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
-
-
 # --- what users give in place of arrays of uint64 ---------------------------------------------
 
 _warned_of_minus_one: set[str] = set()  # features
 _NO_VALUES = frozenset(("None", "nan", "<NA>", "NaT"))  # as texts: pandas is not imported
+_FLOATS = "; floats lose ids above 2**53: read them as integers"
 _LEAVE_OUT = "leave missing ids out, a sample of an IDTypeFeature may be empty"
 
 
@@ -641,9 +659,7 @@ def _own_samples(
     name: str, samples: Any, refused: DataTypeError
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """Return ids and where each sample begins, of what a ``FeatureBatch`` refused."""
-    if _is_tensor(samples):
-        samples = _from_torch(f"feature {name!r}", "ids", samples)
-        samples = list(samples) if samples.ndim == 2 else samples
+    samples = as_array(f"feature {name!r}", "ids", samples)
     if isinstance(samples, np.ndarray) or _are_numbers(samples):
         raise DataTypeError(
             f"{refused}; one id for each sample is for IDTypeFeatureWithSingleID"
@@ -658,7 +674,7 @@ def _own_samples(
     except Exception:  # of whatever is in it
         is_fit = False
     if not is_fit:  # the first that cannot be used is named here
-        arrays = [_from_torch(f"feature {name!r}", "ids", sample) for sample in samples]
+        arrays = [as_array(f"feature {name!r}", "ids", sample) for sample in samples]
         none = np.empty(0, np.uint64)  # in place of those that can
         try:
             pairs = zip(arrays, samples, strict=True)
@@ -683,7 +699,7 @@ def _are_ids(ids: Any) -> bool:
 def _own_ids(name: str, ids: Any, refused: DataTypeError) -> NDArray[np.uint64]:
     """Return ids of another integer dtype, or of a tensor, as u64; or raise ``refused``."""
     if type(ids) is not np.ndarray:
-        ids = _from_torch(f"feature {name!r}", "ids", ids)
+        ids = as_array(f"feature {name!r}", "ids", ids)
     if type(ids) is not np.ndarray or ids.dtype.kind == "O":
         raise DataTypeError(f"{refused}{_of_missing(ids)}")
     kind = ids.dtype.kind
@@ -694,7 +710,7 @@ def _own_ids(name: str, ids: Any, refused: DataTypeError) -> NDArray[np.uint64]:
         hint = (
             f"; NaN is no id: {_LEAVE_OUT}, and read the others as integers"
             if np.isnan(ids).any()
-            else "; floats lose ids above 2**53: read them as integers"
+            else _FLOATS
         )
     elif ids.ndim == 2 and kind in "iu":
         hint = (

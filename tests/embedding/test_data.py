@@ -642,7 +642,7 @@ def test_tensors_are_dense_features_and_labels(kind: torch.dtype) -> None:
         ),
         ([1.0], r"'y': expected a numpy array, got list; np.asarray\(data, np.float32\) makes"),
         (pd.Series([1.0]), r"'y': expected a numpy array, got Series; .to_numpy\(\) makes"),
-        (pa.array([1.0]), r"'y': expected a numpy array, got DoubleArray; .to_numpy\(zero"),
+        (pa.array([True]), r"'y': expected a numpy array, got BooleanArray; .to_numpy\(zero"),
     ],
 )
 def test_what_is_no_dense_data(tensor: Any, message: str) -> None:

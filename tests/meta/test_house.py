@@ -16,7 +16,7 @@ TWICE = {"ParameterServer", "EmbeddingWorker"}
 # Folders of tests that mirror no folder of the package.
 FREE = {
     *("benchmarks", "compat", "compose", "distributed", "docs", "e2e", "examples", "faults"),
-    *("fuzz", "golden", "load", "meta", "recovery", "reference", "support"),
+    *("fuzz", "golden", "gpu", "load", "meta", "recovery", "reference", "support"),
     *("serving/conformance", "serving/proofs"),
 }
 # Modules that hold names or data and no logic of their own.

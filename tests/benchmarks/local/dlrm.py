@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -32,14 +32,17 @@ WARM, TIMED = 20, 100
 COUNT = WARM + TIMED + NUM_BEHIND
 
 
-class DLRM(torch.nn.Module):
-    """Bottom 13-64-32-16, dot products of 27 vectors, top 367-256-128-1."""
+TOP = (256, 128)  # widths of the top net's inner layers
 
-    def __init__(self) -> None:
+
+class DLRM(torch.nn.Module):
+    """Bottom 13-64-32-16, dot products of 27 vectors, top 367-256-128-1 or as given."""
+
+    def __init__(self, top: Sequence[int] = TOP) -> None:
         super().__init__()
         self.bottom = _mlp(NUM_DENSE, 64, 32, DIM)
         num_pairs = (NUM_FEATURES + 1) * NUM_FEATURES // 2
-        self.top = _mlp(num_pairs + DIM, 256, 128, 1)
+        self.top = _mlp(num_pairs + DIM, *top, 1)
         rows, columns = torch.tril_indices(NUM_FEATURES + 1, NUM_FEATURES + 1, offset=-1)
         self.register_buffer("pairs", rows * (NUM_FEATURES + 1) + columns)
 
