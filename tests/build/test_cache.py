@@ -18,7 +18,7 @@ from persia._build.fingerprint import Fingerprint
 from persia.errors import ConfigError, ExtensionError
 from tests.support import native
 from tests.support.native import CountingCompiler
-from tests.support.processes import run
+from tests.support.processes import ROOT, run
 from tests.support.waiting import PATIENCE_S
 
 COUNT = 16
@@ -95,7 +95,7 @@ def start_loading(source: Path) -> subprocess.Popen[str]:
     """Begin to load in a process that prints what it got."""
     program = f"from tests.support import native; print(native.load({str(source)!r}))"
     return subprocess.Popen(
-        [sys.executable, "-c", program], cwd=native.ROOT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from persia import env
 from persia.errors import PersiaError
+from tests.support.processes import ROOT, run
 from tests.support.waiting import PATIENCE_S
 
 MODULE = """
@@ -119,7 +121,7 @@ def load_at_once(
     """
     names = () if folders else ("CC", "CACHED_CPP_EXTENSION_BUILD_DIR")
     variables = {name: os.environ[name] for name in names}
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     barrier, results = context.Barrier(len(sources)), context.Queue()
     places = folders or [Path.cwd()] * len(sources)
     processes = [
@@ -152,4 +154,31 @@ def environment(cache: Path, compiler: CountingCompiler, **more: str) -> Mapping
     )
 
 
-ROOT = Path(__file__).resolve().parents[2]
+def other_pythons() -> list[str]:
+    """Return interpreters of other versions from 3.10 on: those on PATH, and pyenv's."""
+    this = ".".join(map(str, sys.version_info[:2]))
+    names = [f"python3.{minor}" for minor in range(14, 9, -1)]
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [shutil.which(name) for name in names]
+    found += [str(path) for name in names for path in sorted(versions.glob(f"*/bin/{name}"))]
+    # pyenv puts programs on PATH that say no more than that a version is not chosen; and this
+    # interpreter's filelock may be too new for another one.
+    packages = {"PYTHONPATH": sysconfig.get_path("purelib"), "PATH": os.environ["PATH"]}
+    return [
+        python
+        for python in found
+        if python
+        and not python.endswith(this)
+        and run(python, "-B", "-c", "import filelock", env=packages).returncode == 0
+    ]
+
+
+def packages_of_any_python(folder: Path) -> Path:
+    """Make a folder for PYTHONPATH of what the loader imports, compiled for no interpreter."""
+    import filelock
+
+    folder.mkdir()
+    (folder / "filelock").symlink_to(Path(filelock.__file__).parent)
+    for name in ("persia", "tests", "cpp_extension_tools"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
