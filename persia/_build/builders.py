@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -273,7 +274,10 @@ def _fingerprint(
 
 def _checked_result(builder: Builder, build: ModuleBuild) -> Path:
     name = build.module_name
-    returned = builder(build)
+    try:
+        returned = builder(build)
+    except (OSError, subprocess.SubprocessError) as exc:  # its tool is missing, or refuses
+        raise ExtensionError(f"{name}: its builder failed: {exc}") from exc
     if not isinstance(returned, (str, os.PathLike)):
         raise ConfigError(
             f"builder of {name} must return the path of a .so, got {type(returned).__name__}"

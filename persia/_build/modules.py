@@ -45,12 +45,14 @@ def load_module(name: str, path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
         if spec is None:
             raise ExtensionError(f"{name}: {path} is no file that Python imports")
+        other = sys.modules.get(name)
         try:
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
         except ImportError as exc:
             raise ExtensionError(f"{name}: {path} cannot be imported: {exc}") from exc
-        sys.modules.setdefault(name, module)
+        # Python itself sets the name, if the module is initialized in one phase.
+        sys.modules[name] = module if other is None else other
         _loaded[name] = (path, module)
         return module
 
