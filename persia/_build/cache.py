@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from persia import env
+from persia._build import toolchain
 from persia._build.fingerprint import Fingerprint
 from persia.errors import ConfigError, ExtensionError
 
@@ -28,7 +29,6 @@ from persia.errors import ConfigError, ExtensionError
 # full then is an error at once, and one that is full later still takes the note.
 _NOTE_BYTES = 1 << 16
 _ERROR_CHARACTERS = 5000  # of 12 bytes at most, as JSON
-_WITHOUT_KEY = "unkeyed"
 _NUM_ATTEMPTS = 3
 
 
@@ -65,8 +65,8 @@ class BuildCache:
 
         Args:
             fingerprint: Called before the build and after it: if the sources changed
-                meanwhile, the result is thrown away and built again. If it returns None,
-                nobody knows what the file depends on, and each call builds.
+                meanwhile, the result is thrown away and built again. If it returns None, it
+                is not known what the file depends on, and each call builds.
             build: Called with an empty folder and the seconds left; returns the file.
             timeout_s: Seconds for the wait and the build.
 
@@ -75,26 +75,27 @@ class BuildCache:
                 here or in the process that this one waited for.
         """
         deadline = time.monotonic() + timeout_s
-        try:
-            for _ in range(_NUM_ATTEMPTS):
-                wanted = fingerprint()
-                key = wanted.key if wanted else _WITHOUT_KEY
-                pattern = f"{wanted.pattern if wanted else key}/{self.name}.so"
-                finished = next(iter(sorted(self._folder.glob(pattern))), None)
-                if finished is not None:
-                    return finished
+        for _ in range(_NUM_ATTEMPTS):
+            wanted = fingerprint()
+            # Another interpreter's attempt must not be taken for this one's.
+            key = wanted.key if wanted else f"unkeyed-{toolchain.python_abi()}"
+            pattern = f"{wanted.pattern if wanted else key}/{self.name}.so"
+            finished = next(iter(sorted(self._folder.glob(pattern))), None)
+            if finished is not None:
+                return finished
+            try:
                 path = self._wait_or_build(key, wanted, fingerprint, build, deadline)
-                if path is not None:
-                    return path
-            raise ExtensionError(
-                f"{self.name}: its sources changed while it was compiled, {_NUM_ATTEMPTS} times; "
-                "they must not lie in a folder that a build writes to"
-            )
-        except OSError as exc:
-            raise ExtensionError(
-                f"{self.name}: it is not compiled yet, and folder {self._folder} cannot be "
-                f"used: {exc}; {env.extension_cache.name} names another"
-            ) from exc
+            except OSError as exc:
+                raise ExtensionError(
+                    f"{self.name}: it is not compiled yet, and folder {self._folder} cannot be "
+                    f"used: {exc}; {env.extension_cache.name} names another"
+                ) from exc
+            if path is not None:
+                return path
+        raise ExtensionError(
+            f"{self.name}: its sources changed while it was compiled, {_NUM_ATTEMPTS} times; "
+            "they must not lie in a folder that a build writes to"
+        )
 
     def _wait_or_build(
         self,
@@ -166,7 +167,9 @@ class BuildCache:
             _write(note, Attempt(number, file=str(finished.relative_to(self._folder))))
             return finished
         except ExtensionError as exc:
-            _write(note, Attempt(number, error=str(exc)))
+            # That this caller's time was up is no error of those who have more of it.
+            if time.monotonic() < deadline:
+                _write(note, Attempt(number, error=str(exc)))
             raise
         except OSError as exc:
             _write(note, Attempt(number, error=f"{self.name}: {exc}"))

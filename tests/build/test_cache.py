@@ -119,7 +119,7 @@ def test_a_builder_that_is_killed_leaves_no_half_module(
 
 @contextlib.contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a file system of so many bytes."""
+    """Yield a file system of this size."""
     folder.mkdir()
     mounted = run("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", folder)
     if mounted.returncode:
@@ -336,3 +336,16 @@ def test_an_error_of_the_builder_is_raised_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         BuildCache("x", tmp_path).get(fingerprint, build, 10.0)
     assert not half_built(tmp_path)
+
+
+def test_a_caller_whose_time_is_up_leaves_no_error_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: Path, seconds: float) -> Path:
+        raise ExtensionError(f"x: not ended after {seconds:.0f} s")
+
+    written: list[object] = []
+    monkeypatch.setattr("persia._build.cache._write", lambda note, end: written.append(end))
+    with pytest.raises(ExtensionError, match="x: not ended"):
+        BuildCache("x", tmp_path).get(fingerprint, late, 0.0)
+    assert not written
