@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
 # What a build under build/ needs; .so files stay behind, so that no two builds mix.
-TREE := setup.py pyproject.toml README.md LICENSE persia tests
+TREE := setup.py pyproject.toml README.md LICENSE persia cpp_extension_tools tests
 
 .DEFAULT_GOAL := help
 .PHONY: help demo build test test-slow test-all compose-test audit lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean

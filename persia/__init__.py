@@ -19,6 +19,7 @@ __all__ = ["__version__"]
 _SUBMODULES = frozenset(
     {
         "config",
+        "cpp_extension",
         "ctx",
         "data",
         "distributed",

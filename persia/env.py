@@ -262,6 +262,17 @@ is_supervised = Variable(
 # ``persia._core.base.cpu.select`` knows the names, and refuses what this machine lacks.
 isa = Variable("PERSIA_ISA", _OPTIONAL_TEXT, "Instruction-set variant of the kernels.")
 
+# Native code of users: where it is kept once compiled, and by which compilers.
+extension_cache = Variable(
+    "CACHED_CPP_EXTENSION_BUILD_DIR",
+    _PATH,
+    "Folder of compiled native code; `.cached_cpp_extensions` in the working directory if not "
+    "set.",
+)
+c_compiler = Variable("CC", _TEXT, "C compiler for native code, with its options.", "cc")
+cxx_compiler = Variable("CXX", _TEXT, "C++ compiler for native code, with its options.", "c++")
+cuda_home = Variable("CUDA_HOME", _PATH, "Folder of the CUDA toolkit, which has `bin/nvcc`.")
+
 # Set by persia-launcher and PersiaServiceCtx for the processes that they start.
 is_launched = Variable("PERSIA_LAUNCHED", _FLAG, default="0")
 run_directory = Variable("PERSIA_RUN_DIRECTORY", _PATH)
@@ -470,6 +481,39 @@ def of_child(**changes: object) -> dict[str, str]:
     """Return the environment of a child process: this one's, with changes; None removes."""
     values = dict(os.environ) | {name: str(value) for name, value in changes.items()}
     return {name: text for name, text in values.items() if changes.get(name, "") is not None}
+
+
+def extension_cache_folder() -> Path:
+    """Return the folder of compiled native code, and name it to processes started from here.
+
+    Without the name a child in another working directory would compile for itself.
+    """
+    folder = Path.cwd() / (extension_cache() or ".cached_cpp_extensions")
+    os.environ[extension_cache.name] = str(folder)
+    return folder
+
+
+# Read by compilers, linkers and PyTorch's tool chain.
+_OF_COMPILERS = (
+    *(
+        "CPATH",
+        "C_INCLUDE_PATH",
+        "CPLUS_INCLUDE_PATH",
+        "LIBRARY_PATH",
+        "MACOSX_DEPLOYMENT_TARGET",
+    ),
+    *("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "PYTORCH_NVCC"),
+)
+
+
+def of_compilers() -> dict[str, str]:
+    """Return the variables that are set and change what a compiler makes of a source."""
+    return {name: os.environ[name] for name in _OF_COMPILERS if os.environ.get(name)}
+
+
+def search_path() -> str:
+    """Return PATH, on which programs are looked for."""
+    return os.environ.get("PATH", os.defpath)
 
 
 @contextmanager

@@ -119,6 +119,10 @@ class LogNotReady(CheckpointError):
     """A change log has not the rows of every server of one job yet; it may be asked again."""
 
 
+class ExtensionError(PersiaError, ImportError):
+    """Native code cannot be compiled or loaded on this machine; names the module and why."""
+
+
 class InternalError(PersiaError):
     """A broken invariant inside PERSIA: please report it, with the numbers in the message."""
 

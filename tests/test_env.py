@@ -126,6 +126,32 @@ def test_paths_and_texts(monkeypatch: Monkey) -> None:
         assert variable() == ("x" if variable is env.isa else Path("x"))
 
 
+def test_the_folder_of_native_code_is_named_to_children(
+    monkeypatch: Monkey, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CACHED_CPP_EXTENSION_BUILD_DIR", raising=False)
+    assert env.extension_cache_folder() == tmp_path / ".cached_cpp_extensions"
+    monkeypatch.chdir("/")  # the first choice holds
+    assert env.extension_cache_folder() == tmp_path / ".cached_cpp_extensions"
+    name = "CACHED_CPP_EXTENSION_BUILD_DIR"
+    assert env.of_child()[name] == str(tmp_path / ".cached_cpp_extensions")
+    monkeypatch.setenv(name, "relative")
+    assert env.extension_cache_folder() == Path("/relative")
+
+
+def test_variables_of_compilers_and_the_search_path(monkeypatch: Monkey) -> None:
+    before = env.of_compilers()
+    monkeypatch.setenv("CPATH", "/include")
+    monkeypatch.setenv("LIBRARY_PATH", "")
+    found = env.of_compilers()
+    assert found["CPATH"] == "/include"
+    assert "LIBRARY_PATH" not in found
+    assert set(found) - {"CPATH"} <= set(before)
+    monkeypatch.setenv("PATH", "/one:/two")
+    assert env.search_path() == "/one:/two"
+
+
 def test_a_change_is_undone(monkeypatch: Monkey) -> None:
     monkeypatch.setenv("MASTER_ADDR", "before")
     monkeypatch.setenv("PERSIA_ISA", "avx2")

@@ -22,6 +22,7 @@ from persia.errors import PersiaError, did_you_mean
         (errors.UnknownModel, LookupError),
         (errors.UnknownStream, LookupError),
         (errors.CheckpointError, OSError),
+        (errors.ExtensionError, ImportError),
     ],
 )
 def test_an_error_is_the_builtin_one_too(

@@ -66,6 +66,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     program = ["import os, sys"]
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.file:
+            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")
         if block.language == "python":
             # Compiled with the page's own name and lines, so that a traceback points there.

@@ -25,13 +25,13 @@ from tests.support.processes import run
 ROWS = (
     {"errors", "logger", "version", "_deprecated", "_replica_index"},
     {"_core"},
-    {"_metrics", "env", "utils", "_process_exit"},
+    {"_metrics", "env", "utils", "_process_exit", "_build"},
     {"_rpc", "config"},
     {"_files", "_foreign", "embedding", "_context_stack"},
     {"_rows"},
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "_serving", "distributed", "metrics", "service"},
-    {"data", "readers", "sampling", "serving", "tables", "ctx", "prelude"},
+    {"data", "readers", "sampling", "serving", "tables", "ctx", "prelude", "cpp_extension"},
     {"launcher", "helper", "_cli", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )
@@ -145,6 +145,8 @@ ROOMS_OF = {
     "grpc": {"_serving"},
     "google": {"_serving"},
     "orjson": {"_serving"},
+    "filelock": {"_build"},
+    "setuptools": {"_build"},
 }
 
 

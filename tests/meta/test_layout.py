@@ -66,7 +66,9 @@ def wheel_files(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> set[st
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive_of_wheel:
         names = archive_of_wheel.namelist()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"persia"}
+    packages = {name.split("/")[0].split("-")[0] for name in names}
+    assert packages == {"persia", "cpp_extension_tools"}
+    assert {"cpp_extension_tools/__init__.py", "cpp_extension_tools/py.typed"} <= set(names)
     return {name for name in names if name.startswith("persia/")}
 
 
@@ -127,6 +129,7 @@ def test_an_install_gives_the_layout_of_the_wheel(
 def test_sdist_carries_sources_and_nothing_generated(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"cpp_extension_tools/__init__.py", "examples/own_operator/setup.py"} <= names
     assert {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"} <= names
     assert {str(source.relative_to(ROOT)) for source in CORE.rglob("*.pyx")} <= names
     assert {f"tests/meta/{path.name}" for path in Path(__file__).parent.glob("*.py")} <= names
