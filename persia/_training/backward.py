@@ -247,7 +247,8 @@ class BackwardPipeline:
     def _submit_one(self, update: InFlightBatch) -> None:
         if self._stream is not None:
             update.start_copy(self._stream)
-        update.rates = self.learning_rates.current
+        # One that brings its own rates, of an optimizer per table, keeps them.
+        update.rates = update.rates or self.learning_rates.current
         with self._lock:
             update.order = self._next_number
             update.step = self.steps + 1
