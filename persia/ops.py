@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from persia._modules import lookups
-from persia._modules.lookups import LookedUpFeature, TableStep
+from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep, pending_of
 from persia._modules.tables import find
 
 __all__ = ["gradient", "lookup", "update"]
@@ -26,12 +26,13 @@ __all__ = ["gradient", "lookup", "update"]
 _library = torch.library.Library("persia", "DEF")
 _library.define(
     "lookup(Tensor version, Tensor[] anchors, Tensor ids, Tensor? offsets, Tensor? weights, "
-    "str[] tables, str[] modes, int[] dims, bool trains, bool has_gradient) "
+    "str[] tables, str[] modes, int[] dims, int? padding, bool trains, bool has_gradient) "
     "-> (Tensor, Tensor)"
 )
 _library.define(
     "gradient(Tensor ticket, Tensor gradient, Tensor ids, Tensor? offsets, Tensor? weights, "
-    "str[] tables, str[] modes, int[] dims, bool needs_weights, int call) -> (Tensor, Tensor)"
+    "str[] tables, str[] modes, int[] dims, int? padding, bool needs_weights, int call) "
+    "-> (Tensor, Tensor)"
 )
 _library.define(
     "update(Tensor(a!) version, Tensor ids, Tensor gradient, str table, float lr) -> ()"
@@ -52,6 +53,7 @@ def _look_up(
     weights: torch.Tensor | None,
     tables: list[str],
     modes: list[str],
+    padding: int | None,
     *,
     trains: bool,
     has_gradient: bool,
@@ -59,7 +61,7 @@ def _look_up(
     found = [find(key) for key in tables]
     edges = None if offsets is None else offsets.detach().to("cpu", torch.int64).numpy()
     given = None if weights is None else weights.detach().to("cpu", torch.float32).numpy()
-    features = lookups.split_features(found, lookups.ids_of(ids), edges, given)
+    features = lookups.split_features(found, lookups.ids_of(ids), edges, given, padding)
     return lookups.find_rows(found, modes, features, trains=trains, has_gradient=has_gradient)
 
 
@@ -72,6 +74,7 @@ def _lookup(
     tables: list[str],
     modes: list[str],
     dims: list[int],
+    padding: int | None,
     trains: bool,
     has_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,13 +83,17 @@ def _lookup(
     if not num_samples:
         return anchor.new_empty(0), torch.zeros(1, dtype=torch.int64)
     found = _look_up(
-        ids, offsets, weights, tables, modes, trains=trains, has_gradient=has_gradient
+        *(ids, offsets, weights, tables, modes, padding),
+        trains=trains,
+        has_gradient=has_gradient,
     )
     if anchor.device.type == "cpu":
         out = torch.empty(num_samples * sum(dims))
         lookups.pool(found, out.numpy())
     else:
         out = lookups.pool_on_device(found, anchor.device)
+    if padding is not None and modes == [PER_ID]:
+        lookups.fill_padding(found.features[0], padding, out)
     ticket = lookups.open_ticket(found, has_gradient=has_gradient)
     return out.to(anchor.dtype), ticket
 
@@ -100,6 +107,7 @@ def _gradient(
     tables: list[str],
     modes: list[str],
     dims: list[int],
+    padding: int | None,
     needs_weights: bool,
     call: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +117,8 @@ def _gradient(
         return anchors, gradient.new_zeros(ids.numel() if needs_weights else 0)
     found = lookups.find_lookup(ticket)
     if found is None:
-        found = _look_up(ids, offsets, weights, tables, modes, trains=True, has_gradient=True)
+        given = (ids, offsets, weights, tables, modes, padding)
+        found = _look_up(*given, trains=True, has_gradient=True)
     found.has_gradient = True
     begin = 0
     of_weights = []
@@ -128,15 +137,16 @@ def _update(
 ) -> None:
     found = find(table)
     features = lookups.split_features([found], lookups.ids_of(ids), None, None)
-    ((asked, _),) = features
+    asked = features[0].asked
     feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
     sums = lookups.sum_gradient(feature, gradient.view(-1, found.dim))
-    own, found.gradients = found.gradients, [lookups.RowGradient(asked.distinct, sums)]
+    pending = pending_of(found)
+    own, pending.gradients = pending.gradients, [lookups.RowGradient(asked.distinct, sums)]
     anchor, found.anchor.grad = found.anchor.grad, None
     try:
         lookups.step([TableStep(found, lr)], 1.0)
     finally:
-        found.gradients, found.anchor.grad = own, anchor
+        pending.gradients, found.anchor.grad = own, anchor
     version.add_(1)
 
 
@@ -159,6 +169,7 @@ def _fake_lookup(
     tables: list[str],
     modes: list[str],
     dims: list[int],
+    padding: int | None,
     trains: bool,
     has_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,6 +187,7 @@ def _fake_gradient(
     tables: list[str],
     modes: list[str],
     dims: list[int],
+    padding: int | None,
     needs_weights: bool,
     call: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +203,7 @@ def _fake_update(
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, _, ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, *_ = inputs
+    _, _, ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, ctx.padding, *_ = inputs
     ctx.save_for_backward(output[1], ids, offsets, weights)
     ctx.call = next(_calls)
 
@@ -202,12 +214,12 @@ def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple
     anchors, of_weights = torch.ops.persia.gradient(
         ticket,
         gradient.contiguous(),
-        *(ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims),
+        *(ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, ctx.padding),
         needs_weights,
         ctx.call,
     )
     given = of_weights.to(weights.dtype) if needs_weights else None
-    return None, list(anchors.unbind(0)), None, None, given, None, None, None, None, None
+    return None, list(anchors.unbind(0)), None, None, given, *[None] * 6
 
 
 torch.library.register_autograd(

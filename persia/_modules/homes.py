@@ -17,6 +17,7 @@ import json
 import secrets
 import tempfile
 import threading
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ from persia._rpc.messages import (
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._training.backward import BackwardPipeline
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
-from persia._training.inflight import InFlightBatch, InFlightTracker
+from persia._training.inflight import InFlightBatch, InFlightTracker, Reason
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.ctx.connection import Connection
 from persia.ctx.embedding import EmbeddingCtx
@@ -66,6 +67,7 @@ _logger = get_logger("persia.nn")
 _PREFIX_BITS = 8
 _MAX_TABLES = (1 << _PREFIX_BITS) - 1
 _BACKWARD_WORKERS = 8
+_ROWS_PER_WRITE = 1 << 18  # a request to servers stays below the bound of a message
 _BACKWARD_CAPACITY = 64
 
 _lock = threading.RLock()  # guards homes while they are made
@@ -76,10 +78,12 @@ class SlotRows:
     """What the servers mean by a table's name."""
 
     dim: int
-    group: str  # whose rows it shares
     table: int  # number of its row settings, which a learning rate is for
+    prefix: int  # feature bits of its signs, in their place
+    prefix_bits: int
     # Whether its outputs are rows as they are; else each distinct id is sent as a sample.
     is_jagged: bool
+    has_own_optimizer: bool  # by the embedding config
 
 
 class RowHome:
@@ -99,11 +103,12 @@ class RowHome:
     ) -> None:
         self.worker = worker
         self.slots = slots
-        self._session = session
+        self.session = session
         self._keeps_ids = isinstance(worker, EmbeddingWorkers)
         self._numbers = itertools.count()
         self.optimizer: OptimizerSettings | None = None  # registered there by modules
-        self.tables: set[ModuleTable] = set()  # of a store that modules have made
+        # Of a store that modules have made.
+        self.tables: weakref.WeakSet[ModuleTable] = weakref.WeakSet()
         rank = env.get_rank() or 0
         self._rank, self._world_size = rank, env.get_world_size() or 1
         self.tracker = InFlightTracker(worker) if session is None else session.tracker
@@ -122,8 +127,8 @@ class RowHome:
     def engine(self) -> BackwardPipeline:
         """What sends the updates."""
         engine = self._own_engine
-        if engine is None and self._session is not None:
-            engine = self._session.connection.backward
+        if engine is None and self.session is not None:
+            engine = self.session.connection.backward
         if engine is None:
             raise ConfigError(
                 "rows of modules are stepped inside the `with TrainCtx(...)` only"
@@ -133,7 +138,7 @@ class RowHome:
     @property
     def trains(self) -> bool:
         """Whether rows can be trained here: not in a context that evaluates."""
-        return self._session is None or self._session.connection.backward is not None
+        return self.session is None or self.session.connection.backward is not None
 
     # --- lookups ----------------------------------------------------------------------------
 
@@ -169,10 +174,10 @@ class RowHome:
         return batch, self._rows(features, result.outputs)
 
     def _number(self, batch: InFlightBatch) -> None:
-        if self._session is None:
+        if self.session is None:
             batch.number = next(self._numbers)
         else:
-            batch.number = self._session.lookups.next_number()
+            batch.number = self.session.lookups.next_number()
         batch.batch_id = batch.number * self._world_size + self._rank
 
     def _request(self, features: Sequence[FeatureBatch]) -> tuple[FeatureBatch, ...]:
@@ -215,23 +220,38 @@ class RowHome:
 
     def wait(self) -> None:
         """Wait until all updates are acknowledged; raise what one of them raised."""
-        if self._session is not None:
-            self._session.connection.flush()
+        if self.session is not None:
+            self.session.connection.flush()
         elif self._own_engine is not None:
             self._own_engine.flush()
 
     def write(self, name: str, ids: NDArray[np.uint64], values: NDArray[np.float32]) -> None:
         """Write rows by id, with the state of new ones."""
-        worker: Any = self.worker
-        schema: EmbeddingSchema | None = getattr(worker, "schema", None)
-        if schema is None:
-            raise ConfigError(
-                f"table {name!r}: rows are written by id in a store of this process only"
-            )
-        slot = schema.slots[name]
-        signs, _ = pack_all([ids], (slot.prefix,), schema.prefix_bits, ThreadPool(1))
+        slot = self.slots[name]
+        signs, _ = pack_all([ids], (slot.prefix,), slot.prefix_bits, ThreadPool(1))
         self.wait()
-        self.worker.set_embedding([TableEntries(slot.table, signs, values, None)])
+        for begin in range(0, len(signs), _ROWS_PER_WRITE):
+            part = slice(begin, begin + _ROWS_PER_WRITE)
+            self.worker.set_embedding(
+                [TableEntries(slot.table, signs[part], values[part], None)]
+            )
+
+    def check_optimizer(self, table: ModuleTable) -> None:
+        """Refuse to step rows of a context whose servers have another optimizer for them."""
+        registered = self.optimizer
+        if (
+            registered is None
+            or table.optimizer is None
+            or self.slots[table.name].has_own_optimizer
+        ):
+            return
+        if registered.name != table.optimizer.name:
+            raise ConfigError(
+                f"table {table.name!r}: its servers step rows by {registered.name}, and the "
+                f"optimizer of persia.optim is {table.optimizer.name}; use the same, or write "
+                f"`{table.name}: {{optimizer: {{name: {table.optimizer.name}}}}}` under "
+                "group_settings of the embedding config"
+            )
 
     def close(self) -> None:
         """Send what is queued, and end threads and connections of its own."""
@@ -246,6 +266,8 @@ class RowHome:
 
 _own: list[RowHome] = []  # stores of this process that modules have made
 _job: RowHome | None = None  # of the job's servers
+# Outside contexts.
+_homes: weakref.WeakKeyDictionary[ModuleTable, RowHome] = weakref.WeakKeyDictionary()
 # By id of a session, which the home keeps: of contexts that are entered.
 _of_sessions: dict[int, RowHome] = {}
 
@@ -256,40 +278,42 @@ def home_of(table: ModuleTable) -> RowHome:
         home = _home_in_context(table)
         if home is not None:
             return home
-    if table.home is None:
+    found = _homes.get(table)
+    if found is None:
         with _lock:
-            if table.home is None:
-                _find_home(table)
-    if table.home is None:
-        raise InternalError(f"table {table.name!r} has no home")
-    return table.home
+            found = _homes.get(table)
+            if found is None:
+                found = _find_home(table)
+    return found
+
+
+def has_home(table: ModuleTable) -> bool:
+    """Whether the table has been used."""
+    return table in _homes
 
 
 def _home_in_context(table: ModuleTable) -> RowHome | None:
-    for ctx in reversed(_context_stack.entered()):
-        session = ctx._session if isinstance(ctx, EmbeddingCtx) else None
+    contexts = [one for one in _context_stack.entered() if isinstance(one, EmbeddingCtx)]
+    for ctx in reversed(contexts):
+        session = ctx._session
         if session is None:
             continue
         home = _of_sessions.get(id(session))
-        if home is None or home._session is not session:
-            entered = {
-                id(one._session)
-                for one in _context_stack.entered()
-                if isinstance(one, EmbeddingCtx)
-            }
+        if home is None or home.session is not session:
+            entered = {id(one._session) for one in contexts}
             for gone in _of_sessions.keys() - entered:
                 del _of_sessions[gone]
-            home = RowHome(
-                session.connection.worker, slots_of(session.connection.worker), session
-            )
-            _of_sessions[id(session)] = home
+            worker = session.connection.worker
+            home = _of_sessions[id(session)] = RowHome(worker, slots_of(worker), session)
+            optimizer = getattr(ctx, "embedding_optimizer", None)
+            home.optimizer = None if optimizer is None else optimizer.settings()
         if table.name in home.slots:
             check_slot(table, home)
             return home
     return None
 
 
-def _find_home(table: ModuleTable) -> None:
+def _find_home(table: ModuleTable) -> RowHome:
     """Give a table, and with it all others that can share its store, a home."""
     global _job
     if env.get_mode() == "services":
@@ -299,19 +323,22 @@ def _find_home(table: ModuleTable) -> None:
             atexit.register(_job.close)
         check_slot(table, _job)
         _configure(_job, table)
-        table.home = _job
-        return
+        _homes[table] = _job
+        _write_first_rows(table, _job)
+        return _job
     config = env.embedding_config_path()
     if config is not None:
         schema = EmbeddingSchema.load(config)
         if table.name in schema.slots:
-            _build([one for one in all_tables() if one.name in schema.slots], schema)
-            return
-    sharing = [one for one in all_tables() if one.home is None and _kind(one) == _kind(table)]
-    if table not in sharing:  # another has its name by now
-        sharing = [table]
-    sharing.sort(key=lambda one: one is not table)
-    _build(sharing[:_MAX_TABLES], None)
+            return _build([one for one in all_tables() if one.name in schema.slots], schema)
+    sharing = {
+        one.name: one
+        for one in all_tables()
+        if one not in _homes and _kind(one) == _kind(table)
+    }
+    sharing[table.name] = table  # another may have its name by now
+    ordered = sorted(sharing.values(), key=lambda one: one is not table)
+    return _build(ordered[:_MAX_TABLES], None)
 
 
 def _kind(table: ModuleTable) -> object:
@@ -323,7 +350,7 @@ def _kind(table: ModuleTable) -> object:
     return None, (), table.weight_bound
 
 
-def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> None:
+def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> RowHome:
     """Make a store of this process for tables, and write their first rows."""
     if schema is None:
         schema = EmbeddingSchema.load(
@@ -338,19 +365,28 @@ def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> None:
     worker = build_embedding_worker(schema, GlobalConfig.load({} if config is None else config))
     home = RowHome(worker, slots_of(worker))
     optimizer = tables[0].optimizer
-    # A schedule of torch's seed: what torch.manual_seed decides for nn.Embedding.
+    # What torch.manual_seed decides for nn.Embedding, it decides here.
     seed = (torch.initial_seed() + len(_own)) % (1 << 64)
     initial = Normal(0.0, 1.0).settings()
     worker.configure(HyperParameters(initial, 1.0, tables[0].weight_bound, seed))
     worker.register_optimizer(SGD(lr=0.0).settings() if optimizer is None else optimizer)
     home.optimizer = optimizer
+    for idle in [one for one in _own if not one.tables]:
+        _own.remove(idle)  # its tables went with their modules
+        idle.close()
     _own.append(home)
+    home.tables.update(tables)
     for table in tables:
-        table.home = home
-        home.tables.add(table)
-        rows, table.first_rows = table.first_rows, []
-        for ids, values in rows:
-            home.write(table.name, ids, values)
+        check_slot(table, home)
+        _homes[table] = home
+        _write_first_rows(table, home)
+    return home
+
+
+def _write_first_rows(table: ModuleTable, home: RowHome) -> None:
+    rows, table.first_rows = table.first_rows, []
+    for ids, values in rows:
+        home.write(table.name, ids, values)
 
 
 def _slot(table: ModuleTable) -> dict[str, object]:
@@ -367,26 +403,37 @@ def slots_of(worker: EmbeddingWorker) -> dict[str, SlotRows]:
     schema: EmbeddingSchema | None = getattr(worker, "schema", None)
     if schema is not None:
         return {
-            name: SlotRows(slot.dim, slot.group, slot.table, slot.pooling == "jagged")
+            name: SlotRows(
+                slot.dim,
+                slot.table,
+                slot.prefix,
+                schema.prefix_bits,
+                slot.pooling == "jagged",
+                schema.tables[slot.table].settings.optimizer is not None,
+            )
             for name, slot in schema.slots.items()
             if not slot.hash_stack_rounds
         }
     if not isinstance(worker, EmbeddingWorkers):
         raise ConfigError(f"modules look up at embedding-workers, not at {worker!r}")
     try:
-        meaning = json.loads(worker.schema_fingerprint)["slots"]
+        meaning = json.loads(worker.schema_fingerprint)
     except ValueError:
         raise ConfigError(
             "the servers' embedding config is too long for modules to read its slots"
         ) from None
+    bits, settings = meaning["feature_index_prefix_bit"], meaning["settings"]
+    plain = {name: slot for name, slot in meaning["slots"].items() if not slot[3]}
     # The fingerprint leaves out pooling: an evaluation lookup of one id shows it.
-    names = [name for name, (_, _, _, rounds, _) in meaning.items() if not rounds]
-    probes = tuple(FeatureBatch.from_single(name, np.zeros(1, np.uint64)) for name in names)
+    probes = tuple(FeatureBatch.from_single(name, np.zeros(1, np.uint64)) for name in plain)
     outputs = worker.lookup_direct(IDFeatures(probes, 0, False)).outputs
-    return {
-        name: SlotRows(*meaning[name][:3], isinstance(output, JaggedOutput))
-        for name, output in zip(names, outputs, strict=True)
-    }
+    found = {}
+    for (name, (dim, group, table, *_)), output in zip(plain.items(), outputs, strict=True):
+        prefix = (meaning["groups"].index(group) + 1) << (64 - bits)
+        is_jagged = isinstance(output, JaggedOutput)
+        has_own = settings.get(group, {}).get("optimizer") is not None
+        found[name] = SlotRows(dim, table, prefix, bits, is_jagged, has_own)
+    return found
 
 
 def check_slot(table: ModuleTable, home: RowHome) -> None:
@@ -442,37 +489,29 @@ def attach_optimizer(
 ) -> None:
     """Have an optimizer step these tables; rows that are there move to a store that has it."""
     with _lock:
+        moving: dict[RowHome, list[ModuleTable]] = {}
         for table in tables:
-            if table.optimizer == optimizer and table.weight_bound == weight_bound:
-                continue
             before = _kind(table)
             table.optimizer, table.weight_bound = optimizer, weight_bound
-            home = table.home
-            if home is None:
+            home = _homes.get(table)
+            if home is None or _kind(table) == before:
                 continue
-            if home is _job:
+            if home in _own:
+                moving.setdefault(home, []).append(table)
+            else:
                 _configure(home, table)
-            elif _kind(table) != before:
-                table.home = None
-        homes = {
-            home
-            for table in tables
-            for home in _own
-            if table.home is None and table in home.tables
-        }
-        for home in homes:
-            _move([table for table in tables if table in home.tables], home)
+        for home, leaving in moving.items():
+            _move(leaving, home)
 
 
 def _move(tables: list[ModuleTable], old: RowHome) -> None:
-    """Move rows to a new store, with state that begins again, as a checkpoint does."""
+    """Move rows to a new store, with state that begins again, as a checkpoint is loaded."""
     old.wait()
     has_rows = sum(old.worker.get_embedding_size()) > 0
-    old.tables.difference_update(tables)
-    _build(tables, None)
-    new = tables[0].home
-    if new is None:
-        raise InternalError("the store was not made")
+    for table in tables:
+        old.tables.discard(table)
+        del _homes[table]
+    new = _build(tables, None)
     if has_rows:
         with tempfile.TemporaryDirectory(prefix="persia-rows-") as folder:
             writer = CheckpointWriter(old.worker)
@@ -480,6 +519,36 @@ def _move(tables: list[ModuleTable], old: RowHome) -> None:
             reader = CheckpointReader(new.worker)
             reader.verify("", folder, tuple(table.name for table in tables))
             reader.commit(blocking=True)
-    if not old.tables:
-        _own.remove(old)
-        old.close()
+
+
+def write_rows(
+    table: ModuleTable, ids: NDArray[np.uint64], values: NDArray[np.float32]
+) -> None:
+    """Write rows by id: now, or before the table's first lookup."""
+    if has_home(table) or _context_stack.current() is not None:
+        home_of(table).write(table.name, ids, values)
+    else:
+        if table.first_rows and np.array_equal(table.first_rows[-1][0], ids):
+            table.first_rows.pop()
+        table.first_rows.append((ids, values))
+    table.padding_rows.clear()
+    table.note_change()
+
+
+def read_rows(table: ModuleTable, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """Return rows by id, as training would find them; nothing stays in flight."""
+    if (
+        not has_home(table)
+        and table.first_rows
+        and np.array_equal(table.first_rows[-1][0], ids)
+    ):
+        return table.first_rows[-1][1]
+    home = home_of(table)
+    offsets = np.array([0, len(ids)], np.int64)
+    feature = FeatureBatch.from_csr(table.name, ids, offsets)
+    if not home.trains:
+        (rows,) = home.look_up([feature])
+    else:
+        batch, (rows,) = home.look_up_to_train([feature])
+        home.tracker.release(batch, Reason.UNUSED)
+    return rows[feature.inverse]

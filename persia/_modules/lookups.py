@@ -15,7 +15,6 @@ and the step finds the factor in the mark: GradScaler, clipping, averages.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels.pooling import PoolCalls
 from persia._modules.homes import RowHome, home_of
-from persia._modules.tables import MANY_LOOKUPS, PATIENCE, ModuleTable, marker_of
+from persia._modules.tables import ModuleTable
 from persia._rpc.messages import LearningRate
 from persia._training.inflight import InFlightBatch, Leaf, Reason
 from persia.errors import DataError, DataTypeError
@@ -42,8 +41,25 @@ if TYPE_CHECKING:
 
     Maximum = NDArray[np.int32] | None
 
-# Pools and sums beside the model's own threads; a pool starts threads when it has work.
+# A pool of one thread runs its work in the caller's.
 _threads = ThreadPool(1)
+
+# The mode of ``Embedding``, in which each id is a sample.
+PER_ID = "none"
+
+# Gradients without a step, and lookups without a gradient, after which a model is taken for one
+# whose rows are forgotten.
+PATIENCE = 3
+MANY_LOOKUPS = 50
+
+# What an anchor's gradient has in its second place, once for each gradient that was handed over. A
+# power of two, so that factors are found exactly, and so small that it counts nothing in a norm.
+_MARK = 2.0**-30
+_HALF_MARK = 2.0**-10  # float16 has no number as small
+
+
+def _mark(dtype: torch.dtype) -> float:
+    return _HALF_MARK if dtype is torch.float16 else _MARK
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +95,7 @@ class LookedUpFeature:
     maxima: Maximum = None
     request: RowRequest | None = None
     place: int = 0  # in the request
+    kept: NDArray[np.bool_] | None = None  # [N] of the ids given, those that are no padding
 
 
 @dataclass(slots=True, eq=False)
@@ -99,10 +116,39 @@ class RowGradient:
     place: int = 0
 
     def detach(self) -> None:
-        """Leave the request to others, or to nobody."""
+        """Do without the request, which ends if no other gradient can come by it."""
         request, self.request = self.request, None
         if request is not None:
             request.give_up()
+
+
+@dataclass(slots=True, eq=False)
+class PendingGradients:
+    """What was handed over for one table, and what shows whether it is ever stepped."""
+
+    gradients: list[RowGradient] = field(default_factory=list)
+    num_marks: int = 0  # in the anchor's gradient; those of a backward under way not counted
+    num_lookups: int = 0  # for training, since the last gradient
+    num_backwards: int = 0  # since the last step
+
+    def drop(self) -> None:
+        """Forget what was handed over."""
+        for gradient in self.gradients:
+            gradient.detach()
+        self.gradients.clear()
+        self.num_marks = 0
+
+
+_pending: weakref.WeakKeyDictionary[ModuleTable, PendingGradients] = weakref.WeakKeyDictionary()
+
+
+def pending_of(table: ModuleTable) -> PendingGradients:
+    """Return what was handed over for a table."""
+    found = _pending.get(table)
+    if found is None:
+        found = _pending[table] = PendingGradients()
+        table.after_backward = note_accumulated
+    return found
 
 
 # By address of the ticket's memory; changes of one key are atomic.
@@ -147,24 +193,43 @@ def ids_of(values: torch.Tensor) -> NDArray[np.uint64]:
     return values.numpy().reshape(-1).view(np.uint64)
 
 
+@dataclass(frozen=True, slots=True)
+class GivenIds:
+    """The ids of one feature, as they are asked for and, with weights, as they are pooled."""
+
+    asked: FeatureBatch
+    pooled: FeatureBatch
+    kept: NDArray[np.bool_] | None = None  # of the ids given, those that are no padding
+
+
 def split_features(
     tables: Sequence[ModuleTable],
     ids: NDArray[np.uint64],
     offsets: NDArray[np.int64] | None,
     weights: NDArray[np.float32] | None,
-) -> list[tuple[FeatureBatch, FeatureBatch]]:
-    """Return each feature's ids as they are asked for, without weights, and as they are pooled.
+    padding: int | None = None,
+) -> list[GivenIds]:
+    """Return the ids of each feature: one behind the other, all with as many samples.
 
-    Features lie one behind the other, all with as many samples; without offsets of one id each.
+    Without offsets each sample has one id. ``padding`` is an id that counts nothing.
     """
-    count = len(tables)
+    kept = None
+    if padding is not None:
+        kept = ids != np.uint64(padding % (1 << 64))
+        if kept.all():
+            kept = None
+        else:
+            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
+            offsets = before if offsets is None else before[offsets]
+            ids = ids[kept]
+            weights = None if weights is None else weights[kept]
     found = []
-    num_samples = (len(ids) if offsets is None else len(offsets) - 1) // count
+    num_samples = (len(ids) if offsets is None else len(offsets) - 1) // len(tables)
     for place, table in enumerate(tables):
         first = place * num_samples
         if offsets is None:
             asked = FeatureBatch.from_single(table.name, ids[first : first + num_samples])
-            found.append((asked, asked))
+            found.append(GivenIds(asked, asked))
             continue
         edges = offsets[first : first + num_samples + 1]
         start, stop = int(edges[0]), int(edges[-1])
@@ -176,14 +241,14 @@ def split_features(
         asked = pooled = FeatureBatch.from_csr(table.name, values, edges)
         if weights is not None:
             pooled = FeatureBatch.from_csr(table.name, values, edges, weights[start:stop])
-        found.append((asked, pooled))
+        found.append(GivenIds(asked, pooled, kept))
     return found
 
 
 def find_rows(
     tables: Sequence[ModuleTable],
     modes: Sequence[str],
-    features: Sequence[tuple[FeatureBatch, FeatureBatch]],
+    features: Sequence[GivenIds],
     *,
     trains: bool,
     has_gradient: bool,
@@ -200,7 +265,7 @@ def find_rows(
             if table.name not in names and home_of(table) is home:
                 names[table.name] = place
         left = [place for place in left if names.get(tables[place].name) != place]
-        asked = [features[place][0] for place in names.values()]
+        asked = [features[place].asked for place in names.values()]
         request = None
         if trains and home.trains:
             batch, rows = home.look_up_to_train(asked)
@@ -212,15 +277,12 @@ def find_rows(
         else:
             rows = home.look_up(asked)
         for number, place in enumerate(names.values()):
+            given = features[place]
             found[place] = LookedUpFeature(
-                tables[place],
-                modes[place],
-                features[place][1],
-                rows[number],
-                None,
-                request,
-                number,
+                tables[place], modes[place], given.pooled, rows[number]
             )
+            found[place].request, found[place].place = request, number
+            found[place].kept = given.kept
     return OpenLookup([feature for feature in found if feature is not None])
 
 
@@ -231,9 +293,15 @@ def pool(lookup: OpenLookup, out: Floats) -> None:
     for feature in lookup.features:
         end = begin + feature.ids.batch_size * feature.table.dim
         target = out[begin:end].reshape(-1, feature.table.dim)
-        feature.maxima = calls.pool(feature.mode, feature.rows, None, 1, feature.ids, target)
+        feature.maxima = calls.pool(
+            _pooling(feature), feature.rows, None, 1, feature.ids, target
+        )
         begin = end
     calls.run(_threads)
+
+
+def _pooling(feature: LookedUpFeature) -> str:
+    return "sum" if feature.mode == PER_ID else feature.mode
 
 
 def pool_on_device(lookup: OpenLookup, device: torch.device) -> torch.Tensor:
@@ -241,13 +309,30 @@ def pool_on_device(lookup: OpenLookup, device: torch.device) -> torch.Tensor:
     found = []
     for feature in lookup.features:
         rows = torch.from_numpy(feature.rows).to(device, non_blocking=True)
-        inverse, offsets, weights = _on_device(feature.ids, device)
-        found.append(
-            torch.nn.functional.embedding_bag(
-                inverse, rows, offsets, mode=feature.mode, per_sample_weights=weights
-            ).view(-1)
-        )
+        found.append(_bags(feature, rows).view(-1))
     return torch.cat(found)
+
+
+def _bags(feature: LookedUpFeature, rows: torch.Tensor) -> torch.Tensor:
+    inverse, offsets, weights = _on_device(feature.ids, rows.device)
+    if feature.mode == PER_ID and feature.ids.offsets is None:
+        return rows[inverse]
+    return torch.nn.functional.embedding_bag(
+        inverse, rows, offsets, mode=_pooling(feature), per_sample_weights=weights
+    )
+
+
+def fill_padding(feature: LookedUpFeature, padding: int, out: torch.Tensor) -> None:
+    """Put the row of the padding id where it was asked for; lookups do not train it."""
+    row = feature.table.padding_rows.get(padding)
+    if row is None:
+        ids = np.array([padding % (1 << 64)], np.uint64)
+        home = home_of(feature.table)
+        (row,) = home.look_up([FeatureBatch.from_single(feature.table.name, ids)])
+        feature.table.padding_rows[padding] = row
+    if row.any() and feature.kept is not None:
+        places = torch.from_numpy(~feature.kept).to(out.device)
+        out.view(-1, feature.table.dim)[places] = torch.from_numpy(row).to(out)
 
 
 def _on_device(
@@ -265,13 +350,13 @@ def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
     if not has_gradient:
         return torch.zeros(1, dtype=torch.int64)
     for feature in lookup.features:
-        table = feature.table
-        table.num_lookups += 1
-        if table.num_lookups == MANY_LOOKUPS:
-            table.warn(
-                f"{MANY_LOOKUPS} lookups of a model in training mode had no backward, so its rows "
-                "do not learn: is the output detached, or the loss computed without it? Evaluate "
-                "in model.eval() under torch.no_grad()"
+        pending = pending_of(feature.table)
+        pending.num_lookups += 1
+        if pending.num_lookups == MANY_LOOKUPS:
+            feature.table.warn(
+                f"{MANY_LOOKUPS} lookups of a model in training mode had no backward, so its "
+                "rows do not learn: is the output detached, or the loss computed without it? "
+                "Evaluate in model.eval() and under torch.no_grad()"
             )
     return _new_ticket(lookup)
 
@@ -292,21 +377,18 @@ def sum_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tens
         calls = PoolCalls()
         calls.begin_sums(sums)
         array = gradient.detach().to(torch.float32).contiguous().numpy()
-        calls.pool_grad(feature.mode, array, None, 1, feature.ids, feature.maxima, None, sums)
+        calls.pool_grad(
+            _pooling(feature), array, None, 1, feature.ids, feature.maxima, None, sums
+        )
         calls.run(_threads)
         return torch.from_numpy(sums)
     return _sum_on_device(feature, gradient.detach().float())
 
 
 def _sum_on_device(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
-    device, ids = gradient.device, feature.ids
-    rows = torch.from_numpy(feature.rows).to(device).requires_grad_()
-    inverse, offsets, weights = _on_device(ids, device)
+    rows = torch.from_numpy(feature.rows).to(gradient.device).requires_grad_()
     with torch.enable_grad():
-        out = torch.nn.functional.embedding_bag(
-            inverse, rows, offsets, mode=feature.mode, per_sample_weights=weights
-        )
-        (sums,) = torch.autograd.grad(out, rows, gradient)
+        (sums,) = torch.autograd.grad(_bags(feature, rows), rows, gradient)
     return sums.detach()
 
 
@@ -316,57 +398,60 @@ def weight_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.T
     lengths = torch.from_numpy(feature.ids.lengths().astype(np.int64)).to(gradient.device)
     rows = torch.from_numpy(feature.rows).to(gradient.device)
     per_id = torch.repeat_interleave(gradient.float(), lengths, dim=0)
-    return (per_id * rows[inverse]).sum(1)
+    found = (per_id * rows[inverse]).sum(1)
+    if feature.kept is None:
+        return found
+    padded = found.new_zeros(len(feature.kept))
+    padded[torch.from_numpy(feature.kept).to(found.device)] = found
+    return padded
 
 
 def hand_over(feature: LookedUpFeature, sums: torch.Tensor) -> torch.Tensor:
     """Add a gradient to what its table has for the next step; return the anchor's part."""
     table = feature.table
-    if table.anchor.grad is None and table.num_marks:
-        drop_gradients(table)  # the anchor's was cleared: by zero_grad, of whichever optimizer
-    table.num_lookups = 0
-    table.num_backwards += 1
-    if table.optimizer is None and table.num_backwards >= PATIENCE:
-        drop_gradients(table)
+    pending = pending_of(table)
+    if table.anchor.grad is None and pending.num_marks:
+        pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
+    pending.num_lookups = 0
+    pending.num_backwards += 1
+    if table.optimizer is None and pending.num_backwards >= PATIENCE:
+        pending.drop()
         table.warn(
-            "rows have had gradients and no step, so they do not learn: write optimizer = "
+            "its rows have had gradients and no step, so they do not learn: write optimizer = "
             "persia.optim.Adagrad(persia.nn.sparse_parameters(model), lr=0.05), and "
             "optimizer.step() behind loss.backward()"
         )
-    table.gradients.append(
+    elif pending.num_backwards == MANY_LOOKUPS:
+        table.warn(
+            f"{MANY_LOOKUPS} gradients of its rows were added up and none was stepped: call "
+            "step() of its optimizer of persia.optim behind loss.backward()"
+        )
+    pending.gradients.append(
         RowGradient(feature.ids.distinct, sums, feature.request, feature.place)
     )
     norm = torch.linalg.vector_norm(sums)
-    return torch.stack([norm, norm.new_tensor(marker_of(table.anchor.dtype))])
+    return torch.stack([norm, norm.new_tensor(_mark(table.anchor.dtype))])
 
 
 def note_accumulated(table: ModuleTable) -> None:
     """Put the norm of all that was handed over into the anchor's gradient, after a backward."""
-    gradient = table.anchor.grad
-    table.num_marks = len(table.gradients)
-    if gradient is None or len(table.gradients) < 2:
+    gradient, pending = table.anchor.grad, pending_of(table)
+    pending.num_marks = len(pending.gradients)
+    if gradient is None or len(pending.gradients) < 2:
         return
-    num_marks = table.num_marks
+    num_marks = pending.num_marks
     norm = torch.linalg.vector_norm(merged(table).sums)
-    mark = marker_of(gradient.dtype)
     with torch.no_grad():
-        # In units of one mark, as if all had been handed over at once.
+        # As if all of it had been handed over at once: one mark.
         gradient[1] /= num_marks
-        gradient[0] = norm.to(gradient.device) * gradient[1] / mark
-    table.num_marks = 1
-
-
-def drop_gradients(table: ModuleTable) -> None:
-    """Forget what was handed over and not stepped."""
-    for gradient in table.gradients:
-        gradient.detach()
-    table.gradients.clear()
-    table.num_marks = 0
+        gradient[0] = norm.to(gradient.device) * gradient[1] / _mark(gradient.dtype)
+    pending.num_marks = 1
 
 
 def merged(table: ModuleTable) -> RowGradient:
     """Return all that was handed over as one gradient, in which each id comes once."""
-    given = table.gradients
+    pending = pending_of(table)
+    given = pending.gradients
     if len(given) == 1:
         return given[0]
     every = FeatureBatch.from_single(table.name, np.concatenate([one.ids for one in given]))
@@ -375,8 +460,8 @@ def merged(table: ModuleTable) -> RowGradient:
     sums.index_add_(0, inverse, torch.cat([one.sums for one in given]))
     for one in given:
         one.detach()
-    table.gradients = [RowGradient(every.distinct, sums)]
-    return table.gradients[0]
+    pending.gradients = [RowGradient(every.distinct, sums)]
+    return pending.gradients[0]
 
 
 # --- the step -------------------------------------------------------------------------------
@@ -390,18 +475,20 @@ class TableStep:
     lr: float
     max_row_norm: float | None = None
     max_norm: float | None = None
-    sums: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    ids: NDArray[np.uint64] = field(init=False)
+    sums: torch.Tensor = field(init=False)
 
     def scale(self) -> RowGradient:
         """Apply what has happened to the anchor's gradient since, and the table's own clipping."""
         table = self.table
         gradient = merged(table)
-        self.sums = gradient.sums
+        self.ids, self.sums = gradient.ids, gradient.sums
         anchor = table.anchor.grad
         if anchor is not None:
-            factor = anchor[1].float() / (marker_of(anchor.dtype) * max(table.num_marks, 1))
+            num_marks = max(pending_of(table).num_marks, 1)
+            factor = anchor[1].float() / (_mark(anchor.dtype) * num_marks)
             if anchor.device.type != "cpu":
-                self.sums = self.sums * factor.to(self.sums.device)
+                self.sums = self.sums * factor
             elif (number := float(factor)) != 1.0:
                 self.sums = self.sums * number
         if self.max_row_norm is not None:
@@ -423,7 +510,7 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
     by_request: dict[int, tuple[RowRequest, dict[int, TableStep]]] = {}
     alone: dict[int, tuple[RowHome, list[tuple[TableStep, RowGradient]]]] = {}
     for one in steps:
-        if not one.table.gradients:
+        if not pending_of(one.table).gradients:
             continue
         gradient = one.scale()
         request, gradient.request = gradient.request, None
@@ -453,28 +540,39 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
 
 def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -> None:
     home, batch = request.home, request.batch
-    home.engine.raise_failure()
-    home.tracker.submit(batch)
     gradients: list[tuple[Leaf, torch.Tensor | None]] = []
     rates = []
     for place, name in enumerate(request.names):
         one = places.get(place)
-        sums = None if one is None else home.fit_gradient(name, one.sums, request.size)
-        gradients.append(
-            (Leaf(name, batch_tensor if (batch_tensor := sums) is not None else _NONE), sums)
-        )
-        if one is not None:
-            rates.append(LearningRate(home.slots[name].table, one.lr))
-    batch.gradients = gradients
-    batch.rates = tuple(rates)
+        if one is None:
+            gradients.append((Leaf(name, _NO_TENSOR), None))
+            continue
+        home.check_optimizer(one.table)
+        sums = home.fit_gradient(name, one.sums, request.size)
+        gradients.append((Leaf(name, sums), sums))
+        rates.append(LearningRate(home.slots[name].table, one.lr))
+    home.engine.raise_failure()
+    home.tracker.submit(batch)
+    batch.gradients, batch.rates = gradients, tuple(rates)
+    if any(one.sums.is_cuda for one in places.values()):
+        batch.pack()
+        batch.start_copy(_copy_stream(gradients))
     home.engine.submit([batch], reduction)
     for one in places.values():
-        one.table.note_step()
+        pending_of(one.table).num_backwards = 0
+        for padding in list(one.table.padding_rows):
+            if (one.ids == np.uint64(padding % (1 << 64))).any():
+                del one.table.padding_rows[padding]  # it was trained by other means
+        one.table.note_change()
 
 
-_NONE = torch.empty(0)
+_NO_TENSOR = torch.empty(0)  # of a feature without a gradient
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def is_finite(table: ModuleTable) -> bool:
-    """Whether all that was handed over is finite."""
-    return all(math.isfinite(float(one.sums.sum())) for one in table.gradients)
+def _copy_stream(gradients: Sequence[tuple[Leaf, torch.Tensor | None]]) -> torch.cuda.Stream:
+    """Return the stream on which gradients of this device are copied to the host."""
+    device = next(one.device for _, one in gradients if one is not None)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device]

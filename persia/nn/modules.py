@@ -6,34 +6,32 @@ a buffer that changes with the rows; and the table's name. Rows are not in it.
 
 from __future__ import annotations
 
+import copy
 import itertools
-import logging
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from persia import ops
-from persia._modules.homes import home_of
-from persia._modules.tables import ModuleTable, declare, declare_new, find
-from persia.errors import ConfigError, DataError
+from persia._modules.lookups import PER_ID
+from persia._modules.tables import ModuleTable, declare, declare_new
+from persia.errors import CheckpointError, ConfigError, DataError
+from persia.nn.weight import TableWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from typing_extensions import Self
 
     from persia.embedding import InitialValues
 
-logger = logging.getLogger("persia.nn")
-
 _MODES = ("sum", "mean", "max")
 _numbers = itertools.count(1)  # of tables without a name
 
 
-class _TableModule(nn.Module):
-    """A module that looks up in one table."""
+class TableModule(nn.Module):
+    """A module that looks up in one table; base of ``Embedding`` and ``EmbeddingBag``."""
 
     version: torch.Tensor
     anchor: nn.Parameter
@@ -46,45 +44,61 @@ class _TableModule(nn.Module):
         name: str | None,
         initialization: InitialValues | None,
         refused: Mapping[str, object],
+        is_new: bool,
     ) -> None:
         super().__init__()
-        num_embeddings: int | None
-        if isinstance(table, str):
-            if name is not None:
-                raise ConfigError(f"table: expected one name, got {table!r} and {name!r}")
-            name, num_embeddings = table, None
-        else:
-            num_embeddings = table
+        kind = type(self).__name__
+        if isinstance(table, str) and name is not None:
+            raise ConfigError(f"{kind}: expected one name, got {table!r} and {name!r}")
         for option, value in refused.items():
             if value:
-                raise ConfigError(f"{type(self).__name__}: {option} {_INSTEAD[option]}")
+                raise ConfigError(f"{kind}: {option} {_INSTEAD[option]}")
         if embedding_dim is None:
-            raise ConfigError(
-                f"{type(self).__name__}: expected embedding_dim, as "
-                f"{type(self).__name__}('user', 16)"
-            )
-        self.num_embeddings = num_embeddings
+            raise ConfigError(f"{kind}: expected a name and a dim, as {kind}('user', 16)")
+        name = table if isinstance(table, str) else name
+        self.num_embeddings = None if isinstance(table, str) else table
         self.embedding_dim = embedding_dim
-        if padding_idx is not None and padding_idx < 0 and num_embeddings is not None:
-            padding_idx += num_embeddings
+        if padding_idx is not None and padding_idx < 0 and self.num_embeddings is not None:
+            padding_idx += self.num_embeddings
         self.padding_idx = padding_idx
         if name is None:
-            found = declare_new(f"embedding_{next(_numbers)}", embedding_dim, initialization)
-        else:
-            found = declare(name, embedding_dim, initialization)
-        self._take(found)
+            name, is_new = f"embedding_{next(_numbers)}", True
+        make = declare_new if is_new else declare
+        self._take(make(name, embedding_dim, initialization))
 
     def _take(self, table: ModuleTable) -> None:
         """Look up in this table from now on."""
         self._table = table
         self.anchor = table.anchor
         self.register_buffer("version", torch.tensor(table.version), persistent=False)
-        table.versions.add(self)
+        table.add_reader(self)
 
     @property
     def table(self) -> str:
         """The name of its table."""
         return self._table.name
+
+    @property
+    def weight(self) -> Any:
+        """The rows of ids 0 to ``num_embeddings`` - 1, looked up when they are used.
+
+        Raises:
+            ConfigError: If ``num_embeddings`` is None.
+        """
+        if self.num_embeddings is None:
+            raise ConfigError(
+                f"table {self.table!r} has no fixed number of rows, so it has no weight; write "
+                f"{type(self).__name__}({self.table!r}, {self.embedding_dim}, "
+                "num_embeddings=...) to say which there are, or call the module with ids"
+            )
+        ids = torch.arange(self.num_embeddings)
+        if torch.compiler.is_compiling():
+            return self.rows(ids)
+        return TableWeight(self, ids)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the vectors [N, dim] of ids [N], the padding id's with a gradient as well."""
+        return self._vectors(ids, None, None, PER_ID, None)
 
     def _vectors(
         self,
@@ -92,46 +106,125 @@ class _TableModule(nn.Module):
         offsets: torch.Tensor | None,
         weights: torch.Tensor | None,
         mode: str,
+        padding: int | None,
     ) -> torch.Tensor:
         """Return [B, dim] of ids [N] in B samples, or of B ids where there are no offsets."""
-        has_gradient = torch.is_grad_enabled() and self.anchor.requires_grad
+        trains = self.training and self.anchor.requires_grad
         flat, _ = ops.lookup(
             self.version,
             [self.anchor],
-            ids,
-            offsets,
-            weights,
+            *(ids, offsets, weights),
             [self._table.key],
             [mode],
             [self.embedding_dim],
-            self.training and self.anchor.requires_grad,
-            has_gradient and self.training,
+            padding,
+            trains,
+            trains and torch.is_grad_enabled(),
         )
         return flat.view(-1, self.embedding_dim)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: torch.Tensor,
+        freeze: bool = True,
+        *,
+        table: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return a module whose rows 0, 1, ... are those of ``embeddings`` f32 [n, dim].
+
+        A frozen one sends no updates, and an id without a row has zeros.
+        """
+        if embeddings.dim() != 2:
+            raise DataError(f"embeddings: expected [n, dim], got {list(embeddings.shape)}")
+        count, dim = embeddings.shape
+        module = cls(count if table is None else table, dim, **options)
+        module.num_embeddings = count
+        module.weight.copy_(embeddings)
+        module.anchor.requires_grad_(not freeze)
+        return module
 
     # --- copies and files -------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a module over the same rows: rows are not copied."""
-        logger.warning(
-            "table %r: a copy of its module reads and trains the same rows (persia.nn.save "
-            "keeps rows as they are now)",
-            self._table.name,
-        )
-        return self._copied(self.__dict__)
-
-    def _copied(self, state: Mapping[str, Any]) -> Self:
+        self._table.warn_of_copy()
         copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
-        plain = {
-            name: one
-            for name, one in state.items()
-            if not name.startswith("_") and name not in nn.Module().__dict__
-        }
-        copied.__dict__.update(plain)
-        copied.training = self.training
+        for name, value in self.__dict__.items():
+            if not name.startswith("_"):
+                copied.__dict__[name] = copy.deepcopy(value, memo)
         copied._take(self._table)
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle has: the table's name and dim, and no rows."""
+        state = dict(self.__dict__)
+        del state["_table"], state["_parameters"], state["_buffers"]
+        return {**state, "table": self.get_extra_state()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Find the table of this name, or declare it."""
+        reference = state.pop("table")
+        frozen = reference.get("is_frozen", False)
+        self.__dict__.update(state, _parameters={}, _buffers={})
+        super().__setstate__(self.__dict__)
+        self._take(declare(reference["name"], reference["dim"]))
+        if frozen:
+            self.anchor.requires_grad_(False)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the reference that a state dict has in place of rows."""
+        return {
+            "name": self._table.name,
+            "dim": self.embedding_dim,
+            "is_frozen": not self.anchor.requires_grad,
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that a state dict is of the same table."""
+        given = state["name"], state["dim"]
+        if given != (self._table.name, self.embedding_dim):
+            raise CheckpointError(
+                f"the state dict is of table {given[0]!r} with dim {given[1]}, and the module "
+                f"looks up in {self._table.name!r} with dim {self.embedding_dim}"
+            )
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Add the reference and nothing else."""
+        destination[f"{prefix}_extra_state"] = self.get_extra_state()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take a reference, or rows that torch's module of this name has saved."""
+        reference = state_dict.pop(f"{prefix}_extra_state", None)
+        weight = state_dict.pop(f"{prefix}weight", None)
+        if weight is not None:
+            if weight.dim() != 2 or weight.shape[1] != self.embedding_dim:
+                error_msgs.append(
+                    f"{prefix}weight: expected [n, {self.embedding_dim}], got "
+                    f"{list(weight.shape)}"
+                )
+                return
+            TableWeight(self, torch.arange(len(weight))).copy_(weight)
+        elif reference is None:
+            missing_keys.append(f"{prefix}_extra_state")
+        else:
+            try:
+                self.set_extra_state(reference)
+            except CheckpointError as exc:
+                error_msgs.append(str(exc))
 
     def extra_repr(self) -> str:
         """Return what torch prints of it."""
@@ -145,7 +238,7 @@ _INSTEAD = {
 }
 
 
-class Embedding(_TableModule):
+class Embedding(TableModule):
     """Vectors of ids, as ``torch.nn.Embedding``, from a table without a fixed number of rows.
 
     Args:
@@ -155,6 +248,7 @@ class Embedding(_TableModule):
         padding_idx: An id whose vector is not trained by lookups.
         initialization: What the values of a new row are drawn from; ``Normal(0, 1)`` as torch.
         name: The table's name, where the first argument is a number.
+        is_new: Whether the name gets a number behind it if there is a table of that name.
 
     Example:
         >>> user = persia.nn.Embedding("user", 16)  # doctest: +SKIP
@@ -175,10 +269,15 @@ class Embedding(_TableModule):
         initialization: InitialValues | None = None,
         name: str | None = None,
         num_embeddings: int | None = None,
+        is_new: bool = False,
     ) -> None:
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         given = num_embeddings if table is None else table
-        super().__init__(given, embedding_dim, padding_idx, name, initialization, refused)
+        super().__init__(
+            given, embedding_dim, padding_idx, name, initialization, refused, is_new
+        )
+        if isinstance(table, str):
+            self.num_embeddings = num_embeddings
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name of the argument
         """Return the vectors of ids of any shape: that shape, and the dim behind it.
@@ -191,10 +290,10 @@ class Embedding(_TableModule):
         return self._of_ids(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
     def _of_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._vectors(ids, None, None, "sum")
+        return self._vectors(ids, None, None, PER_ID, self.padding_idx)
 
 
-class EmbeddingBag(_TableModule):
+class EmbeddingBag(TableModule):
     """Vectors of ids pooled per bag, as ``torch.nn.EmbeddingBag``, from a table of any size.
 
     Args:
@@ -225,10 +324,15 @@ class EmbeddingBag(_TableModule):
         initialization: InitialValues | None = None,
         name: str | None = None,
         num_embeddings: int | None = None,
+        is_new: bool = False,
     ) -> None:
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
         given = num_embeddings if table is None else table
-        super().__init__(given, embedding_dim, padding_idx, name, initialization, refused)
+        super().__init__(
+            given, embedding_dim, padding_idx, name, initialization, refused, is_new
+        )
+        if isinstance(table, str):
+            self.num_embeddings = num_embeddings
         if mode not in _MODES:
             raise ConfigError(f"mode: expected one of {', '.join(_MODES)}, got {mode!r}")
         self.mode = mode
@@ -255,9 +359,7 @@ class EmbeddingBag(_TableModule):
                     f"per_sample_weights: expected one for each of {ids.numel()} ids, got "
                     f"{weights.numel()}"
                 )
-        if self.padding_idx is not None:
-            ids, edges, weights = without(self.padding_idx, ids, edges, weights)
-        return self._vectors(ids, edges, weights, self.mode)
+        return self._vectors(ids, edges, weights, self.mode, self.padding_idx)
 
 
 def bags(
@@ -281,16 +383,6 @@ def bags(
         return ids, offsets
     last = offsets.new_full((1,), ids.numel())
     return ids, torch.cat([offsets, last])
-
-
-def without(
-    padding: int, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return bags without an id."""
-    keep = ids != padding
-    counts = torch.cat([keep.new_zeros(1, dtype=torch.int64), keep.cumsum(0)])
-    kept = None if weights is None else weights[keep]
-    return ids[keep], counts[offsets], kept
 
 
 class EmbeddingCollection(nn.Module):
@@ -333,7 +425,7 @@ class EmbeddingCollection(nn.Module):
         self.anchors = nn.ParameterList([table.anchor for table in self._declared])
         self.register_buffer("version", torch.tensor(0), persistent=False)
         for table in self._declared:
-            table.versions.add(self)
+            table.add_reader(self)
         self._keys = [table.key for table in self._declared]
 
     def forward(self, features: Any) -> Any:
@@ -394,6 +486,7 @@ class EmbeddingCollection(nn.Module):
             self._keys,
             self.modes,
             self.dims,
+            None,
             trains,
             trains and torch.is_grad_enabled(),
         )
