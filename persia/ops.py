@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from persia._modules import lookups
+from persia._modules import lookups, requests
 from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep, pending_of
 from persia._modules.tables import find
 
@@ -61,7 +61,7 @@ def _look_up(
     found = [find(key) for key in tables]
     edges = None if offsets is None else offsets.detach().to("cpu", torch.int64).numpy()
     given = None if weights is None else weights.detach().to("cpu", torch.float32).numpy()
-    features = lookups.split_features(found, lookups.ids_of(ids), edges, given, padding)
+    features = requests.split_features(found, requests.ids_of(ids), edges, given, padding)
     return lookups.find_rows(found, modes, features, trains=trains, has_gradient=has_gradient)
 
 
@@ -119,7 +119,6 @@ def _gradient(
     if found is None:
         given = (ids, offsets, weights, tables, modes, padding)
         found = _look_up(*given, trains=True, has_gradient=True)
-    found.has_gradient = True
     begin = 0
     of_weights = []
     for place, feature in enumerate(found.features):
@@ -136,7 +135,7 @@ def _update(
     version: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor, table: str, lr: float
 ) -> None:
     found = find(table)
-    features = lookups.split_features([found], lookups.ids_of(ids), None, None)
+    features = requests.split_features([found], requests.ids_of(ids), None, None)
     asked = features[0].asked
     feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
     sums = lookups.sum_gradient(feature, gradient.view(-1, found.dim))

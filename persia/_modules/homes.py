@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._rpc.messages import EmbeddingWorker, Floats, LookupResult, SlotOutput
-    from persia._training.inflight import StalenessLimiter
     from persia.ctx.session import Session
 
 _logger = get_logger("persia.nn")
@@ -151,16 +150,11 @@ class RowHome:
         return self._rows(features, result.outputs)
 
     def look_up_to_train(
-        self, features: Sequence[FeatureBatch], limiter: StalenessLimiter | None = None
+        self, features: Sequence[FeatureBatch]
     ) -> tuple[InFlightBatch, list[Floats]]:
-        """Return the rows as ``look_up`` does, inserted if need be, and what takes the update.
-
-        ``limiter`` has given a permit, which the batch owns from then on; without one, all
-        updates are waited for first.
-        """
-        if limiter is None:
-            self.wait()
-        batch = InFlightBatch(limiter=limiter)
+        """Return the rows as ``look_up`` does, inserted if need be, and what takes the update."""
+        self.wait()
+        batch = InFlightBatch(num_samples=features[0].batch_size)
         self._number(batch)
         request = IDFeatures(self._request(features), batch.batch_id, True)
         if self._keeps_ids:

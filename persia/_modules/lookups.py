@@ -27,13 +27,13 @@ from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels.pooling import PoolCalls
 from persia._modules.homes import RowHome, home_of
+from persia._modules.requests import GivenIds, RowRequest, take_ahead
 from persia._modules.tables import ModuleTable
 from persia._rpc.messages import LearningRate
-from persia._training.inflight import InFlightBatch, Leaf, Reason
-from persia.errors import DataError, DataTypeError
+from persia._training.inflight import Leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -63,28 +63,6 @@ def _mark(dtype: torch.dtype) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class RowRequest:
-    """One training lookup at one home, until its update or release."""
-
-    home: RowHome
-    batch: InFlightBatch
-    names: tuple[str, ...]  # of the tables, in the order of the request
-    size: int  # samples of the request
-    num_open: int  # features whose gradient may yet come by it
-
-    def give_up(self) -> None:
-        """Note that one of the features has no use for the request any more."""
-        self.num_open -= 1
-        if self.num_open <= 0:
-            self.release()
-
-    def release(self) -> None:
-        """End it without an update, unless it has ended."""
-        if self.batch.is_open():
-            self.home.tracker.release(self.batch, Reason.ABANDONED)
-
-
-@dataclass(slots=True, eq=False)
 class LookedUpFeature:
     """The ids of one feature, and the rows that they were looked up to."""
 
@@ -103,7 +81,6 @@ class OpenLookup:
     """What an operator has looked up, while a gradient of it may come."""
 
     features: list[LookedUpFeature]
-    has_gradient: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +128,9 @@ def pending_of(table: ModuleTable) -> PendingGradients:
     return found
 
 
+# Called when a step has been sent.
+after_step: list[Callable[[], None]] = []
+
 # By address of the ticket's memory; changes of one key are atomic.
 _open: dict[int, OpenLookup] = {}
 # Filled by finalizers, which must not take a lock.
@@ -173,76 +153,13 @@ def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
 def release_orphans() -> None:
     """Release the lookups whose graph was dropped without a backward."""
     while _orphans:
-        lookup = _orphans.popleft()
-        if not lookup.has_gradient:
-            for feature in lookup.features:
-                if feature.request is not None:
-                    feature.request.release()
+        for feature in _orphans.popleft().features:
+            request, feature.request = feature.request, None
+            if request is not None:
+                request.give_up()
 
 
 # --- forward --------------------------------------------------------------------------------
-
-
-def ids_of(values: torch.Tensor) -> NDArray[np.uint64]:
-    """Return ids of any integer dtype as the store knows them: int64 by its bit pattern."""
-    if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype is torch.bool:
-        raise DataTypeError(f"ids: expected integers, as int64, got {values.dtype}")
-    if values.dtype is torch.uint64:
-        values = values.view(torch.int64)
-    values = values.detach().to("cpu", torch.int64).contiguous()
-    return values.numpy().reshape(-1).view(np.uint64)
-
-
-@dataclass(frozen=True, slots=True)
-class GivenIds:
-    """The ids of one feature, as they are asked for and, with weights, as they are pooled."""
-
-    asked: FeatureBatch
-    pooled: FeatureBatch
-    kept: NDArray[np.bool_] | None = None  # of the ids given, those that are no padding
-
-
-def split_features(
-    tables: Sequence[ModuleTable],
-    ids: NDArray[np.uint64],
-    offsets: NDArray[np.int64] | None,
-    weights: NDArray[np.float32] | None,
-    padding: int | None = None,
-) -> list[GivenIds]:
-    """Return the ids of each feature: one behind the other, all with as many samples.
-
-    Without offsets each sample has one id. ``padding`` is an id that counts nothing.
-    """
-    kept = None
-    if padding is not None:
-        kept = ids != np.uint64(padding % (1 << 64))
-        if kept.all():
-            kept = None
-        else:
-            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
-            offsets = before if offsets is None else before[offsets]
-            ids = ids[kept]
-            weights = None if weights is None else weights[kept]
-    found = []
-    num_samples = (len(ids) if offsets is None else len(offsets) - 1) // len(tables)
-    for place, table in enumerate(tables):
-        first = place * num_samples
-        if offsets is None:
-            asked = FeatureBatch.from_single(table.name, ids[first : first + num_samples])
-            found.append(GivenIds(asked, asked))
-            continue
-        edges = offsets[first : first + num_samples + 1]
-        start, stop = int(edges[0]), int(edges[-1])
-        if not 0 <= start <= stop <= len(ids):
-            raise DataError(
-                f"table {table.name!r}: offsets must be in 0..{len(ids)}, got {start} to {stop}"
-            )
-        edges, values = edges - start, ids[start:stop]
-        asked = pooled = FeatureBatch.from_csr(table.name, values, edges)
-        if weights is not None:
-            pooled = FeatureBatch.from_csr(table.name, values, edges, weights[start:stop])
-        found.append(GivenIds(asked, pooled, kept))
-    return found
 
 
 def find_rows(
@@ -256,7 +173,19 @@ def find_rows(
     """Ask for the rows of all features, with one request per home if no table comes twice."""
     release_orphans()
     found: list[LookedUpFeature | None] = [None] * len(tables)
-    left = list(range(len(tables)))
+    left = []
+    for place, table in enumerate(tables):
+        given = features[place]
+        ahead = take_ahead(table, given) if has_gradient else None
+        if ahead is None:
+            left.append(place)
+            continue
+        found[place] = LookedUpFeature(
+            *(table, modes[place], given.pooled, ahead.rows),
+            request=ahead.request,
+            place=ahead.place,
+            kept=given.kept,
+        )
     while left:
         home = home_of(tables[left[0]])
         names: dict[str, int] = {}
@@ -279,10 +208,11 @@ def find_rows(
         for number, place in enumerate(names.values()):
             given = features[place]
             found[place] = LookedUpFeature(
-                tables[place], modes[place], given.pooled, rows[number]
+                *(tables[place], modes[place], given.pooled, rows[number]),
+                request=request,
+                place=number,
+                kept=given.kept,
             )
-            found[place].request, found[place].place = request, number
-            found[place].kept = given.kept
     return OpenLookup([feature for feature in found if feature is not None])
 
 
@@ -426,9 +356,9 @@ def hand_over(feature: LookedUpFeature, sums: torch.Tensor) -> torch.Tensor:
             f"{MANY_LOOKUPS} gradients of its rows were added up and none was stepped: call "
             "step() of its optimizer of persia.optim behind loss.backward()"
         )
-    pending.gradients.append(
-        RowGradient(feature.ids.distinct, sums, feature.request, feature.place)
-    )
+    # A second backward through the same lookup has no request of its own.
+    request, feature.request = feature.request, None
+    pending.gradients.append(RowGradient(feature.ids.distinct, sums, request, feature.place))
     norm = torch.linalg.vector_norm(sums)
     return torch.stack([norm, norm.new_tensor(_mark(table.anchor.dtype))])
 
@@ -500,6 +430,11 @@ class TableStep:
         return gradient
 
 
+def has_pending(table: ModuleTable) -> bool:
+    """Whether a table has gradients that no step has used."""
+    return pending_of(table).num_backwards > 0
+
+
 def step(steps: Sequence[TableStep], reduction: float) -> None:
     """Step the rows of tables by what was handed over: each row once, one update per request.
 
@@ -536,6 +471,8 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
         by_request[id(new)] = new, {place: part for place, (part, _) in enumerate(parts)}
     for request, places in by_request.values():
         _send(request, places, reduction)
+    for listener in list(after_step):
+        listener()
 
 
 def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -> None:

@@ -96,10 +96,12 @@ class ModuleTable:
             )
 
 
-_lock = threading.Lock()  # guards the next three
-# By key. A table that no user has named goes with its last module: nothing else can find it.
+_lock = threading.Lock()  # guards the tables of this process
+# By key, and by name the one that has it now. A table goes with its last module, unless a user has
+# named it: then its rows are found again by its name.
 _tables: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
-_named: dict[str, ModuleTable] = {}  # by name, those that it keeps
+_by_name: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
+_named: dict[str, ModuleTable] = {}
 _of_anchors: weakref.WeakValueDictionary[int, ModuleTable] = weakref.WeakValueDictionary()
 
 
@@ -110,8 +112,9 @@ def declare(name: str, dim: int, initialization: InitialValues | None = None) ->
     if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
         raise ConfigError(f"table {name!r}: embedding_dim must be in 1..{MAX_DIM}, got {dim!r}")
     with _lock:
-        known = _named.get(name)
+        known = _by_name.get(name)
         if known is not None and known.dim == dim:
+            _named[name] = known
             return known
         if known is not None:
             _logger.warning(
@@ -129,7 +132,7 @@ def declare_new(
     """Return a new table of this name, with a number behind it if the name is taken."""
     with _lock:
         number, free = 1, name
-        while any(table.name == free for table in _tables.values()):
+        while free in _by_name:
             number += 1
             free = f"{name}_{number}"
         return _add(free, dim, initialization)
@@ -141,15 +144,9 @@ def _add(name: str, dim: int, initialization: InitialValues | None) -> ModuleTab
         number += 1
         key = f"{name}#{number}"
     table = ModuleTable(name, key, dim, initialization or Normal(0.0, 1.0))
-    _tables[key] = table
+    _tables[key] = _by_name[name] = table
     _of_anchors[id(table.anchor)] = table
     return table
-
-
-def keep(table: ModuleTable) -> None:
-    """Have a table found by its name from now on, as one that a user has named."""
-    with _lock:
-        _named[table.name] = table
 
 
 def find(key: str) -> ModuleTable:

@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+from persia.nn.checkpoints import load, save
+from persia.nn.collection import EmbeddingCollection
 from persia.nn.convert import convert
-from persia.nn.modules import Embedding, EmbeddingBag, EmbeddingCollection
+from persia.nn.modules import Embedding, EmbeddingBag
 from persia.nn.parameters import dense_parameters, sparse_parameters
+from persia.nn.prefetch import prefetch
 
 __all__ = [
     "Embedding",
@@ -16,5 +19,8 @@ __all__ = [
     "EmbeddingCollection",
     "convert",
     "dense_parameters",
+    "load",
+    "prefetch",
+    "save",
     "sparse_parameters",
 ]

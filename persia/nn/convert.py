@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from persia._modules.homes import write_rows
-from persia._modules.tables import keep
 from persia.embedding import Constant, InitialValues, Normal
 from persia.errors import ConfigError
 from persia.logger import get_logger
@@ -141,9 +140,8 @@ def _replacement(
             initialization=initial,
             is_new=True,
         )
-    keep(found._table)
     values = weight.to("cpu", torch.float32, copy=True).contiguous().numpy()
-    write_rows(found._table, np.arange(len(values), dtype=np.uint64), values)
+    write_rows(found._tables[0], np.arange(len(values), dtype=np.uint64), values)
     found.anchor.requires_grad_(module.weight.requires_grad)
     found.to(weight.device, weight.dtype).train(module.training)
     _warn_of_use(module.weight, found.table)

@@ -1,12 +1,7 @@
-"""``Embedding``, ``EmbeddingBag`` and ``EmbeddingCollection``.
-
-A module keeps three things: the table's anchor, a parameter that carries autograd; a version,
-a buffer that changes with the rows; and the table's name. Rows are not in it.
-"""
+"""``Embedding`` and ``EmbeddingBag``: torch's, over tables without a fixed number of rows."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +11,24 @@ from torch import nn
 from persia import ops
 from persia._modules.lookups import PER_ID
 from persia._modules.tables import ModuleTable, declare, declare_new
-from persia.errors import CheckpointError, ConfigError, DataError
+from persia.errors import ConfigError, DataError
+from persia.nn.base import RowModule
 from persia.nn.weight import TableWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from typing_extensions import Self
 
     from persia.embedding import InitialValues
 
-_MODES = ("sum", "mean", "max")
+MODES = ("sum", "mean", "max")
 _numbers = itertools.count(1)  # of tables without a name
 
 
-class TableModule(nn.Module):
+class TableModule(RowModule):
     """A module that looks up in one table; base of ``Embedding`` and ``EmbeddingBag``."""
 
-    version: torch.Tensor
     anchor: nn.Parameter
 
     def __init__(
@@ -64,19 +59,16 @@ class TableModule(nn.Module):
         if name is None:
             name, is_new = f"embedding_{next(_numbers)}", True
         make = declare_new if is_new else declare
-        self._take(make(name, embedding_dim, initialization))
+        self._take([make(name, embedding_dim, initialization)])
 
-    def _take(self, table: ModuleTable) -> None:
-        """Look up in this table from now on."""
-        self._table = table
-        self.anchor = table.anchor
-        self.register_buffer("version", torch.tensor(table.version), persistent=False)
-        table.add_reader(self)
+    def _take(self, tables: Sequence[ModuleTable]) -> None:
+        super()._take(tables)
+        self.anchor = tables[0].anchor
 
     @property
     def table(self) -> str:
         """The name of its table."""
-        return self._table.name
+        return self._tables[0].name
 
     @property
     def weight(self) -> Any:
@@ -114,7 +106,7 @@ class TableModule(nn.Module):
             self.version,
             [self.anchor],
             *(ids, offsets, weights),
-            [self._table.key],
+            [self._tables[0].key],
             [mode],
             [self.embedding_dim],
             padding,
@@ -145,58 +137,6 @@ class TableModule(nn.Module):
         module.anchor.requires_grad_(not freeze)
         return module
 
-    # --- copies and files -------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a module over the same rows: rows are not copied."""
-        self._table.warn_of_copy()
-        copied = type(self).__new__(type(self))
-        nn.Module.__init__(copied)
-        for name, value in self.__dict__.items():
-            if not name.startswith("_"):
-                copied.__dict__[name] = copy.deepcopy(value, memo)
-        copied._take(self._table)
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickle has: the table's name and dim, and no rows."""
-        state = dict(self.__dict__)
-        del state["_table"], state["_parameters"], state["_buffers"]
-        return {**state, "table": self.get_extra_state()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Find the table of this name, or declare it."""
-        reference = state.pop("table")
-        frozen = reference.get("is_frozen", False)
-        self.__dict__.update(state, _parameters={}, _buffers={})
-        super().__setstate__(self.__dict__)
-        self._take(declare(reference["name"], reference["dim"]))
-        if frozen:
-            self.anchor.requires_grad_(False)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the reference that a state dict has in place of rows."""
-        return {
-            "name": self._table.name,
-            "dim": self.embedding_dim,
-            "is_frozen": not self.anchor.requires_grad,
-        }
-
-    def set_extra_state(self, state: Any) -> None:
-        """Check that a state dict is of the same table."""
-        given = state["name"], state["dim"]
-        if given != (self._table.name, self.embedding_dim):
-            raise CheckpointError(
-                f"the state dict is of table {given[0]!r} with dim {given[1]}, and the module "
-                f"looks up in {self._table.name!r} with dim {self.embedding_dim}"
-            )
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        """Add the reference and nothing else."""
-        destination[f"{prefix}_extra_state"] = self.get_extra_state()
-
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -208,28 +148,23 @@ class TableModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Take a reference, or rows that torch's module of this name has saved."""
-        reference = state_dict.pop(f"{prefix}_extra_state", None)
-        weight = state_dict.pop(f"{prefix}weight", None)
-        if weight is not None:
-            if weight.dim() != 2 or weight.shape[1] != self.embedding_dim:
-                error_msgs.append(
-                    f"{prefix}weight: expected [n, {self.embedding_dim}], got "
-                    f"{list(weight.shape)}"
-                )
-                return
-            TableWeight(self, torch.arange(len(weight))).copy_(weight)
-        elif reference is None:
-            missing_keys.append(f"{prefix}_extra_state")
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is None:
+            super()._load_from_state_dict(
+                *(state_dict, prefix, local_metadata, strict),
+                *(missing_keys, unexpected_keys, error_msgs),
+            )
+        elif weight.dim() != 2 or weight.shape[1] != self.embedding_dim:
+            error_msgs.append(
+                f"{prefix}weight: expected [n, {self.embedding_dim}], got {list(weight.shape)}"
+            )
         else:
-            try:
-                self.set_extra_state(reference)
-            except CheckpointError as exc:
-                error_msgs.append(str(exc))
+            TableWeight(self, torch.arange(len(weight))).copy_(weight)
 
     def extra_repr(self) -> str:
         """Return what torch prints of it."""
         size = "" if self.num_embeddings is None else f"{self.num_embeddings}, "
-        return f"{self._table.name!r}, {size}{self.embedding_dim}"
+        return f"{self._tables[0].name!r}, {size}{self.embedding_dim}"
 
 
 _INSTEAD = {
@@ -333,8 +268,8 @@ class EmbeddingBag(TableModule):
         )
         if isinstance(table, str):
             self.num_embeddings = num_embeddings
-        if mode not in _MODES:
-            raise ConfigError(f"mode: expected one of {', '.join(_MODES)}, got {mode!r}")
+        if mode not in MODES:
+            raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -383,113 +318,3 @@ def bags(
         return ids, offsets
     last = offsets.new_full((1,), ids.numel())
     return ids, torch.cat([offsets, last])
-
-
-class EmbeddingCollection(nn.Module):
-    """Many features looked up in one call, each from its own table or from a shared one.
-
-    Args:
-        tables: By feature its dim, or its table's name and dim: ``{"user": 16}`` or
-            ``{"clicked": ("item", 16), "item": ("item", 16)}``.
-        mode: Pooling of all features, ``"sum"``, ``"mean"`` or ``"max"``, or one by feature.
-        initialization: As of ``Embedding``, of all tables.
-
-    A call takes ids by feature, each [B], [B, L], nested, or a pair (ids, offsets [B + 1]), and
-    returns the vectors [B, dim] by feature. It also takes ids [B, F] of all features, in their
-    order, and returns a list; or TorchRec's KeyedJaggedTensor, and returns a KeyedTensor.
-    """
-
-    version: torch.Tensor
-
-    def __init__(
-        self,
-        tables: Mapping[str, int | tuple[str, int]],
-        *,
-        mode: str | Mapping[str, str] = "sum",
-        initialization: InitialValues | None = None,
-    ) -> None:
-        super().__init__()
-        if not tables:
-            raise ConfigError("EmbeddingCollection: expected at least one feature, got none")
-        self.features = tuple(tables)
-        self._declared: list[ModuleTable] = []
-        for feature, given in tables.items():
-            name, dim = given if isinstance(given, tuple) else (feature, given)
-            self._declared.append(declare(name, dim, initialization))
-        modes = [mode if isinstance(mode, str) else mode[name] for name in self.features]
-        for one in modes:
-            if one not in _MODES:
-                raise ConfigError(f"mode: expected one of {', '.join(_MODES)}, got {one!r}")
-        self.modes = modes
-        self.dims = [table.dim for table in self._declared]
-        self.anchors = nn.ParameterList([table.anchor for table in self._declared])
-        self.register_buffer("version", torch.tensor(0), persistent=False)
-        for table in self._declared:
-            table.add_reader(self)
-        self._keys = [table.key for table in self._declared]
-
-    def forward(self, features: Any) -> Any:
-        """Return the vectors of all features; see the class."""
-        if isinstance(features, torch.Tensor):
-            return self._look_up(features.t().reshape(-1), None, None)
-        if hasattr(features, "keys") and hasattr(features, "offsets"):
-            return self._of_jagged(features)
-        ids, offsets = self._joined(features)
-        return dict(zip(self.features, self._look_up(ids, offsets, None), strict=True))
-
-    def _joined(self, features: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if set(features) != set(self.features):
-            missing = [name for name in self.features if name not in features]
-            unknown = [name for name in features if name not in self.features]
-            raise DataError(
-                f"features: expected {', '.join(self.features)}; missing "
-                f"{', '.join(missing) or 'none'}, unknown {', '.join(unknown) or 'none'}"
-            )
-        given = [features[name] for name in self.features]
-        if all(isinstance(one, torch.Tensor) and one.dim() == 1 for one in given):
-            return torch.cat(given), None
-        values, edges, begin = [], [], 0
-        for one in given:
-            if isinstance(one, torch.Tensor) and one.dim() == 1:
-                one = one.unsqueeze(1)
-            pair = one if isinstance(one, tuple) else (one, None)
-            ids, offsets = bags(*pair, include_last_offset=True)
-            values.append(ids)
-            edges.append(offsets[:-1] + begin)
-            begin += ids.numel()
-        edges.append(edges[0].new_full((1,), begin))
-        return torch.cat(values), torch.cat(edges)
-
-    def _of_jagged(self, features: Any) -> Any:
-        """Look a KeyedJaggedTensor up."""
-        keys = list(features.keys())
-        if keys != list(self.features):
-            features = features.permute([keys.index(name) for name in self.features])
-        vectors = self._look_up(
-            features.values(), features.offsets(), features.weights_or_none()
-        )
-        from torchrec import KeyedTensor  # installed, as its other type was given
-
-        return KeyedTensor(list(self.features), self.dims, torch.cat(vectors, 1))
-
-    def _look_up(
-        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        anchors = list(self.anchors)
-        trains = self.training and any(anchor.requires_grad for anchor in anchors)
-        flat, _ = ops.lookup(
-            self.version,
-            anchors,
-            ids,
-            offsets,
-            weights,
-            self._keys,
-            self.modes,
-            self.dims,
-            None,
-            trains,
-            trains and torch.is_grad_enabled(),
-        )
-        num_samples = flat.numel() // sum(self.dims)
-        parts = flat.split([num_samples * dim for dim in self.dims])
-        return [part.view(num_samples, dim) for part, dim in zip(parts, self.dims, strict=True)]

@@ -134,7 +134,7 @@ class TableWeight(torch.Tensor):
         self, func: Callable[..., Any], name: str, args: Sequence[Any], given: Mapping[str, Any]
     ) -> None:
         """Run a function that changes its argument on the rows, and write them."""
-        table = self._module._table
+        table = self._module._tables[0]
         ids = self._ids.numpy().view(np.uint64)
         if name in _OVERWRITES:
             plain = torch.empty(self.shape)
@@ -173,6 +173,6 @@ def _looked_up(one: Any) -> Any:
     if one.requires_grad:
         vectors = module.rows(one._ids)
     else:
-        found = read_rows(module._table, one._ids.numpy().view(np.uint64))
+        found = read_rows(module._tables[0], one._ids.numpy().view(np.uint64))
         vectors = torch.from_numpy(found.copy()).to(module.anchor.device, module.anchor.dtype)
     return vectors[0] if one._is_row else vectors
