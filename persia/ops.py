@@ -6,7 +6,7 @@
 
 The version is a tensor that stands for the rows: a graph in which rows are looked up, stepped
 and looked up again has that order in its data, so that no compiler merges or moves the two.
-``persia.nn`` has modules over ``lookup``, and ``persia.optim`` steps what ``gradient`` collects.
+``persia.nn`` has modules over ``lookup``; ``persia.optim`` steps what ``gradient`` collects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from persia._modules.tables import find
 
 __all__ = ["gradient", "lookup", "update"]
 
-_library = torch.library.Library("persia", "DEF")
+_library: Any = torch.library.Library("persia", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
     "lookup(Tensor version, Tensor[] anchors, Tensor ids, Tensor? offsets, Tensor? weights, "
     "str[] tables, str[] modes, int[] dims, int? padding, bool trains, bool has_gradient) "
@@ -158,7 +158,6 @@ for _name, _implementation in (
         _library.impl(_name, _implementation, _key)
 
 
-@torch.library.register_fake("persia::lookup", lib=_library)
 def _fake_lookup(
     version: torch.Tensor,
     anchors: list[torch.Tensor],
@@ -176,7 +175,6 @@ def _fake_lookup(
     return anchors[0].new_empty(size), torch.empty(1, dtype=torch.int64)
 
 
-@torch.library.register_fake("persia::gradient", lib=_library)
 def _fake_gradient(
     ticket: torch.Tensor,
     gradient: torch.Tensor,
@@ -194,11 +192,16 @@ def _fake_gradient(
     return gradient.new_empty(len(tables), 2), gradient.new_empty(size)
 
 
-@torch.library.register_fake("persia::update", lib=_library)
 def _fake_update(
     version: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor, table: str, lr: float
 ) -> None:
     return None
+
+
+_register_fake: Any = torch.library.register_fake  # its type is unknown
+_register_fake("persia::lookup", _fake_lookup, lib=_library)
+_register_fake("persia::gradient", _fake_gradient, lib=_library)
+_register_fake("persia::update", _fake_update, lib=_library)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

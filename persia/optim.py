@@ -5,8 +5,8 @@ is one parameter group per table, so that rates and schedules are set as always.
 
 The gradient of a table is collected over backward passes and applied once, at ``step``. What
 stands for it among parameters is the table's anchor, whose gradient has its norm: a GradScaler
-looks at it and scales it, ``torch.nn.utils.clip_grad_norm_`` counts it and scales it, and the step
-scales the rows' gradients as it was scaled.
+looks at it and scales it, ``torch.nn.utils.clip_grad_norm_`` counts it and scales it, and the
+step scales the rows' gradients as it was scaled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TableOptimizer(torch.optim.Optimizer):
     """
 
     rows: ClassVar[type[of_rows.Optimizer]]
-    dense: ClassVar[type[torch.optim.Optimizer] | None] = None
+    dense: ClassVar[Callable[..., torch.optim.Optimizer] | None] = None
 
     def __init__(
         self,
@@ -122,10 +122,14 @@ class TableOptimizer(torch.optim.Optimizer):
             if table is None:
                 continue
             settings = self.rows(**{name: group[name] for name in self._options})
-            entry = (settings, group["weight_bound"], [])
-            alike.setdefault(repr(entry), entry)[2].append(table)
-            if self.is_fused:
-                table.after_backward = functools.partial(self._step_fused, group)
+            key = repr((settings, group["weight_bound"]))
+            alike.setdefault(key, (settings, group["weight_bound"], []))[2].append(table)
+            pending_of(table)  # sets what follows a backward, when it is new
+            table.after_backward = (
+                functools.partial(self._step_fused, group)
+                if self.is_fused
+                else note_accumulated
+            )
         for settings, bound, tables in alike.values():
             attach_optimizer(tables, settings.settings(), bound)
         self._make_inner()
@@ -137,8 +141,8 @@ class TableOptimizer(torch.optim.Optimizer):
             return
         if self.dense is None:
             raise ConfigError(
-                f"persia.optim.{type(self).__name__} steps rows only, as torch has no optimizer "
-                "of that name; give it persia.nn.sparse_parameters(model), and an optimizer of "
+                f"persia.optim.{type(self).__name__} steps rows only, as torch has no such "
+                "optimizer; give it persia.nn.sparse_parameters(model), and an optimizer of "
                 "torch persia.nn.dense_parameters(model)"
             )
         accepted = self.dense([torch.nn.Parameter(torch.zeros(1))]).defaults
@@ -151,9 +155,7 @@ class TableOptimizer(torch.optim.Optimizer):
         self._inner.state = self.state
 
     @torch.no_grad()
-    def step(  # type: ignore[override]  # torch's overloads
-        self, closure: Callable[[], Any] | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every row that has a gradient, once; return what the closure does."""
         loss = None
         if closure is not None:

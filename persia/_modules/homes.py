@@ -3,7 +3,7 @@
     in a context with a slot of the name    that context's worker, permits and update ids
     services mode                           the job's embedding-workers
     PERSIA_EMBEDDING_CONFIG with the slot   a store of this process, made from the config
-    otherwise                               a store of this process, of the tables declared so far
+    otherwise                               a store of this process, of declared tables
 
 A store's tables are fixed when it is made. A table declared later, or whose rows have another
 optimizer, gets a further store; nothing outside this module sees a difference.
@@ -19,17 +19,16 @@ import tempfile
 import threading
 import weakref
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from persia import _context_stack, env
 from persia._cluster.embedded import build_embedding_worker
+from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.ids.signs import pack_all
-from persia._core.base.threads import ThreadPool
 from persia._modules.tables import ModuleTable, all_tables
 from persia._process_exit import mark_participated
 from persia._rpc.messages import (
@@ -152,7 +151,7 @@ class RowHome:
     def look_up_to_train(
         self, features: Sequence[FeatureBatch]
     ) -> tuple[InFlightBatch, list[Floats]]:
-        """Return the rows as ``look_up`` does, inserted if need be, and what takes the update."""
+        """Return rows as ``look_up`` does, inserted if need be, and what takes the update."""
         self.wait()
         batch = InFlightBatch(num_samples=features[0].batch_size)
         self._number(batch)
@@ -447,7 +446,7 @@ def check_slot(table: ModuleTable, home: RowHome) -> None:
 
 
 def _configure(home: RowHome, table: ModuleTable) -> None:
-    """Register settings and the optimizer at the job's servers; the same again changes nothing."""
+    """Register settings and the optimizer at the job's servers."""
     if table.optimizer is None or home.optimizer == table.optimizer:
         return
     if home.optimizer is not None:

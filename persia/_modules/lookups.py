@@ -52,8 +52,8 @@ PER_ID = "none"
 PATIENCE = 3
 MANY_LOOKUPS = 50
 
-# What an anchor's gradient has in its second place, once for each gradient that was handed over. A
-# power of two, so that factors are found exactly, and so small that it counts nothing in a norm.
+# What an anchor's gradient has in its second place, once for each gradient that was handed
+# over. A power of two, so that factors are exact, and too small to count in a norm.
 _MARK = 2.0**-30
 _HALF_MARK = 2.0**-10  # float16 has no number as small
 
@@ -409,7 +409,7 @@ class TableStep:
     sums: torch.Tensor = field(init=False)
 
     def scale(self) -> RowGradient:
-        """Apply what has happened to the anchor's gradient since, and the table's own clipping."""
+        """Apply what has scaled the anchor's gradient since, and the table's own clipping."""
         table = self.table
         gradient = merged(table)
         self.ids, self.sums = gradient.ids, gradient.sums
@@ -438,8 +438,8 @@ def has_pending(table: ModuleTable) -> bool:
 def step(steps: Sequence[TableStep], reduction: float) -> None:
     """Step the rows of tables by what was handed over: each row once, one update per request.
 
-    Gradients are divided by ``reduction``. What they are applied to stays with the table, as the
-    gradient of a parameter does, until it is cleared.
+    Gradients are divided by ``reduction``. They stay with the table until they are cleared, as
+    the gradient of a parameter does.
     """
     release_orphans()
     by_request: dict[int, tuple[RowRequest, dict[int, TableStep]]] = {}

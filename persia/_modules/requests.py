@@ -1,7 +1,7 @@
 """What modules ask for: the ids of an operator's features, and requests in flight.
 
-Rows may have been asked for ahead, by ``persia.nn.prefetch``: they are taken if their ids are the
-same, one by one, so that a wrong guess costs its lookup and nothing else.
+Rows may have been asked for ahead, by ``persia.nn.prefetch``: they are taken if their ids are
+the same, one by one, so that a wrong guess costs its lookup and nothing else.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def take_missed(*, goes_on: bool = True) -> list[tuple[ModuleTable, GivenIds]]:
 
 
 def ask_ahead(features: Sequence[tuple[ModuleTable, GivenIds]]) -> list[AheadRows]:
-    """Ask for the rows of a batch to come, with one request per home if no table comes twice."""
+    """Ask for the rows of a batch to come: one request per home if no table comes twice."""
     found: list[AheadRows] = []
     left = list(features)
     try:

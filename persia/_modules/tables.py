@@ -97,8 +97,8 @@ class ModuleTable:
 
 
 _lock = threading.Lock()  # guards the tables of this process
-# By key, and by name the one that has it now. A table goes with its last module, unless a user has
-# named it: then its rows are found again by its name.
+# By key, and by name the one that has it now. A table goes with its last module, unless a user
+# has named it: then its rows are found again by its name.
 _tables: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
 _by_name: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
 _named: dict[str, ModuleTable] = {}

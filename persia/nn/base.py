@@ -1,4 +1,4 @@
-"""What the modules of ``persia.nn`` have in common: copies, pickles and state dicts without rows.
+"""What modules of ``persia.nn`` have in common: copies, pickles and state dicts without rows.
 
 A module keeps the anchors of its tables, which carry autograd, a version, which changes with
 the rows, and the tables themselves, by which it finds the rows. Rows are not in it.
@@ -56,7 +56,8 @@ class RowModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find the tables of these names, or declare them."""
         references = state.pop("reference")["tables"]
-        super().__setstate__({**state, "_parameters": {}, "_buffers": {}, "_modules": {}})
+        given = {**state, "_parameters": {}, "_buffers": {}, "_modules": {}}
+        super().__setstate__(given)  # type: ignore[no-untyped-call]
         self._take([declare(one["name"], one["dim"]) for one in references])
         for table, one in zip(self._tables, references, strict=True):
             if one["is_frozen"]:

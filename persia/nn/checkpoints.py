@@ -1,15 +1,13 @@
 """``save`` and ``load`` of a model and the rows of its modules, as one checkpoint.
 
-The format is that of contexts: the model's state dict, in which each module has a reference to its
-tables, is a dense file beside the rows. Tables whose optimizers differ are in several stores; the
-first one's checkpoint is in the folder, those of others in folders below it, written before it.
+The format is that of contexts: the model's state dict, in which each module has a reference to
+its tables, is a dense file beside the rows. Tables whose optimizers differ are in several
+stores; the first one's checkpoint is in the folder, others' are below it, written before.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from persia._files.open import folder_url
 from persia._modules.homes import RowHome, home_of
@@ -21,6 +19,8 @@ from persia.nn.base import RowModule
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
+
+    import torch
 
 _MODEL = "dense.pt"
 _OPTIMIZER = "opt{}.pt"
@@ -135,5 +135,5 @@ def _folders_of(opened: checkpoint.Checkpoint, url: str) -> Mapping[str, str]:
     """Return the folder of each table; a context's checkpoint has all rows in one."""
     names = opened.state(_STORES)
     if names is None:
-        return {slot: url for slot in opened.manifest.schema.slots}
+        return dict.fromkeys(opened.manifest.schema.features, url)
     return {name: _folder(url, place) for place, tables in enumerate(names) for name in tables}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from persia import ops
 from persia._modules.tables import ModuleTable, declare
@@ -57,7 +57,8 @@ class EmbeddingCollection(RowModule):
 
     def _take(self, tables: Sequence[ModuleTable]) -> None:
         super()._take(tables)
-        self.anchors = nn.ParameterList([table.anchor for table in tables])
+        for place, table in enumerate(tables):
+            self.register_parameter(f"anchor_{place}", table.anchor)
         self.dims = [table.dim for table in tables]
         self.keys = [table.key for table in tables]
 
@@ -101,14 +102,15 @@ class EmbeddingCollection(RowModule):
         vectors = self._look_up(
             features.values(), features.offsets(), features.weights_or_none()
         )
-        from torchrec import KeyedTensor  # installed, as its other type was given
+        # Installed, as its other type was given.
+        keyed: Any = importlib.import_module("torchrec").KeyedTensor
 
-        return KeyedTensor(list(self.features), self.dims, torch.cat(vectors, 1))
+        return keyed(list(self.features), self.dims, torch.cat(vectors, 1))
 
     def _look_up(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        anchors = list(self.anchors)
+        anchors = [self.get_parameter(f"anchor_{x}") for x in range(len(self.keys))]
         trains = self.training and any(anchor.requires_grad for anchor in anchors)
         flat, _ = ops.lookup(
             self.version,

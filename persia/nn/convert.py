@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def convert(
 
     Their weights become rows 0, 1, ... of a table that is named after the module's place, such
     as ``embedding_dict.user``, and any other id gets a row when it is trained. Give the rows an
-    optimizer of ``persia.optim``; the model's own would step weights that are not used any more.
+    optimizer of ``persia.optim``; the model's own would step weights that are not used.
 
     Left as they are, with a line in the log: modules with ``max_norm`` or
     ``scale_grad_by_freq``, subclasses with a ``forward`` of their own, modules with hooks, and
@@ -92,7 +92,7 @@ def _users_of_weights(model: nn.Module) -> dict[int, set[int]]:
     return users
 
 
-def _why_not(module: nn.Module, min_rows: int, users: dict[int, set[int]]) -> str:
+def _why_not(module: Any, min_rows: int, users: dict[int, set[int]]) -> str:
     """Return why a module is left as it is; "" if it is replaced."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     weight = module.weight
@@ -111,9 +111,7 @@ def _why_not(module: nn.Module, min_rows: int, users: dict[int, set[int]]) -> st
     return ""
 
 
-def _replacement(
-    module: nn.Module, path: str, initialization: InitialValues | None
-) -> TableModule:
+def _replacement(module: Any, path: str, initialization: InitialValues | None) -> TableModule:
     """Return the module that takes its place, with its weights as rows."""
     weight = module.weight.detach()
     padding = module.padding_idx
@@ -175,4 +173,4 @@ def _warn_of_use(weight: torch.Tensor, table: str) -> None:
             table,
         )
 
-    handle = weight.register_hook(warn)
+    handle = weight.register_hook(warn)  # type: ignore[no-untyped-call]

@@ -220,8 +220,8 @@ class Embedding(TableModule):
         Ids in a nested tensor give a nested tensor.
         """
         if input.is_nested:
-            vectors = self._of_ids(input.values())
-            return torch.nested.nested_tensor_from_jagged(vectors, input.offsets())
+            values, edges = parts_of(input)
+            return torch.nested.nested_tensor_from_jagged(self._of_ids(values), edges)
         return self._of_ids(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
     def _of_ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -297,12 +297,19 @@ class EmbeddingBag(TableModule):
         return self._vectors(ids, edges, weights, self.mode, self.padding_idx)
 
 
+def parts_of(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and offsets of a nested tensor, whose class torch does not name."""
+    if nested.layout is not torch.jagged:
+        raise DataError("nested ids: expected layout=torch.jagged")
+    return nested.values(), nested.offsets()
+
+
 def bags(
     ids: torch.Tensor, offsets: torch.Tensor | None, *, include_last_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids [N] and offsets [B + 1] of ids [B, L], nested, or with offsets."""
     if ids.is_nested:
-        return ids.values(), ids.offsets()
+        return parts_of(ids)
     if ids.dim() == 2:
         if offsets is not None:
             raise DataError("offsets: expected None, as ids are of shape [B, L], got some")

@@ -4,9 +4,9 @@
                           |                             model looks up: rows are there
                           +--ids--> lookup thread ------^
 
-Which tensors of a batch a module looks up is learnt from the batches before: a lookup that was not
-ahead is compared by value with what its batch has. A lookup takes rows from ahead only if its ids
-are the same; so results depend on staleness alone, and not on what was guessed.
+Which tensors of a batch a module looks up is learnt from the batches before: a lookup that was
+not ahead is compared by value with what its batch has. A lookup takes rows from ahead only if its
+ids are the same; so results depend on staleness alone, and not on what was guessed.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class PrefetchedLoader:
 class _Pass:
     """One pass over the loader.
 
-    A batch takes a permit when its lookup begins, here or in the model, and gives it back when no
-    gradient of it is left to be stepped: after a step, or when the next batch is asked for.
+    A batch takes a permit when its lookup begins, here or in the model, and gives it back when
+    no gradient of it is left to be stepped: after a step, or when the next batch is asked for.
     """
 
     def __init__(self, owner: PrefetchedLoader) -> None:
@@ -243,7 +243,7 @@ class _Pass:
         return True
 
     def _await(self, item: _Item) -> None:
-        """Wait for the rows of a batch, unless its lookup waits for a step that may not come."""
+        """Wait for the rows of a batch, unless its lookup waits for a step to come."""
         with self._lock:
             is_mine = not item.is_begun and (
                 self._thread is None or self._limiter.is_exhausted()

@@ -1,7 +1,7 @@
 """``weight`` of a module whose rows are not in it: looked up when it is used.
 
-What reads it as a tensor (``emb.weight @ x``) gets the rows of ids 0 to num_embeddings - 1, with
-gradients. What changes it in place (``torch.nn.init.normal_(emb.weight)``,
+What reads it as a tensor (``emb.weight @ x``) gets the rows of ids 0 to num_embeddings - 1,
+with gradients. What changes it in place (``torch.nn.init.normal_(emb.weight)``,
 ``emb.weight.data[0].zero_()``) writes rows. Shape, dtype and device cost nothing.
 """
 
@@ -71,7 +71,7 @@ class TableWeight(torch.Tensor):
         assert_type: TableWeight = weight
         return assert_type
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TableWeight({self._module.table!r}, {list(self.shape)})"
 
     @classmethod
@@ -86,7 +86,7 @@ class TableWeight(torch.Tensor):
         given = dict(kwargs or {})
         name = _name_of(func)
         weight = next((one for one in (*args, *given.values()) if isinstance(one, cls)), None)
-        if name in _SHAPE_ONLY or weight is None and name.startswith("__get__"):
+        if name in _SHAPE_ONLY or (weight is None and name.startswith("__get__")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
         if weight is not None and name in ("__get__.data", "detach"):
