@@ -160,10 +160,8 @@ def drop_ahead(rows: AheadRows) -> bool:
 
 def take_ahead(table: ModuleTable, given: GivenIds) -> AheadRows | None:
     """Return rows that were asked for with exactly these ids, which are then taken."""
-    if not _ahead:
-        return None
     with _lock:
-        for one in _ahead[table.key]:
+        for one in _ahead.get(table.key, ()):
             is_same = one.given.padding == given.padding and np.array_equal(
                 one.given.values, given.values
             )

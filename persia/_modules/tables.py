@@ -65,7 +65,7 @@ class ModuleTable:
             if table is not None and table.after_backward is not None:
                 table.after_backward(table)
 
-        self.anchor.register_post_accumulate_grad_hook(accumulated)
+        self.anchor.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
     def add_reader(self, module: torch.nn.Module) -> None:
         """Show changes of rows in the buffer ``version`` of a module, from now on."""

@@ -83,10 +83,9 @@ class TableModule(RowModule):
                 f"{type(self).__name__}({self.table!r}, {self.embedding_dim}, "
                 "num_embeddings=...) to say which there are, or call the module with ids"
             )
-        ids = torch.arange(self.num_embeddings)
         if torch.compiler.is_compiling():
-            return self.rows(ids)
-        return TableWeight(self, ids)
+            return self.rows(torch.arange(self.num_embeddings))
+        return TableWeight(self, range(self.num_embeddings))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors [N, dim] of ids [N], the padding id's with a gradient as well."""
@@ -113,7 +112,8 @@ class TableModule(RowModule):
             trains,
             trains and torch.is_grad_enabled(),
         )
-        return flat.view(-1, self.embedding_dim)
+        vectors: torch.Tensor = flat.view(-1, self.embedding_dim)
+        return vectors
 
     @classmethod
     def from_pretrained(
@@ -159,7 +159,7 @@ class TableModule(RowModule):
                 f"{prefix}weight: expected [n, {self.embedding_dim}], got {list(weight.shape)}"
             )
         else:
-            TableWeight(self, torch.arange(len(weight))).copy_(weight)
+            TableWeight(self, range(len(weight))).copy_(weight)
 
     def extra_repr(self) -> str:
         """Return what torch prints of it."""

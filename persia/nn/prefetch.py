@@ -5,8 +5,8 @@
                           +--ids--> lookup thread ------^
 
 Which tensors of a batch a module looks up is learnt from the batches before: a lookup that was
-not ahead is compared by value with what its batch has. A lookup takes rows from ahead only if its
-ids are the same; so results depend on staleness alone, and not on what was guessed.
+not ahead is compared by value with what its batch has. A lookup takes rows from ahead only if
+its ids are the same; so results depend on staleness alone, and not on what was guessed.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from persia._modules.homes import read_rows, write_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from persia.nn.modules import TableModule
 
 # These set every value, so that nothing need be read before.
@@ -45,14 +47,14 @@ class TableWeight(torch.Tensor):
     """Rows of a table as a tensor that is looked up at its first use; see the module."""
 
     _module: TableModule
-    _ids: torch.Tensor
+    _ids: range
     _is_row: bool  # of one id, without the first dimension
 
     @staticmethod
     def __new__(
         cls: type[TableWeight],
         module: TableModule,
-        ids: torch.Tensor,
+        ids: range,
         *,
         is_row: bool = False,
         has_gradient: bool = True,
@@ -60,7 +62,7 @@ class TableWeight(torch.Tensor):
         """Stand for the rows of ``ids``, f32 [n, dim], or [dim] of one."""
         dim, anchor = module.embedding_dim, module.anchor
         shape = (dim,) if is_row else (len(ids), dim)
-        weight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        weight = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
             dtype=anchor.dtype,
@@ -107,7 +109,7 @@ class TableWeight(torch.Tensor):
         return func(*plain_args, **plain_given)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is of another kind
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
@@ -124,7 +126,8 @@ class TableWeight(torch.Tensor):
             return None
         has_gradient = self.requires_grad
         if isinstance(index, int):
-            ids = self._ids[index].reshape(1)
+            one = self._ids[index]
+            ids = range(one, one + 1)
             return TableWeight(self._module, ids, is_row=True, has_gradient=has_gradient)
         if isinstance(index, slice):
             return TableWeight(self._module, self._ids[index], has_gradient=has_gradient)
@@ -135,7 +138,7 @@ class TableWeight(torch.Tensor):
     ) -> None:
         """Run a function that changes its argument on the rows, and write them."""
         table = self._module._tables[0]
-        ids = self._ids.numpy().view(np.uint64)
+        ids = _array(self._ids)
         if name in _OVERWRITES:
             plain = torch.empty(self.shape)
         else:
@@ -147,7 +150,11 @@ class TableWeight(torch.Tensor):
         plain_args, plain_given = tree_map(put, (tuple(args), dict(given)))
         with torch.no_grad():
             func(*plain_args, **plain_given)
-        write_rows(table, ids.copy(), plain.view(len(ids), table.dim).numpy())
+        write_rows(table, ids, plain.view(len(ids), table.dim).numpy())
+
+
+def _array(ids: range) -> NDArray[np.uint64]:
+    return np.arange(ids.start, ids.stop, ids.step, dtype=np.uint64)
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -171,8 +178,8 @@ def _looked_up(one: Any) -> Any:
         return one
     module = one._module
     if one.requires_grad:
-        vectors = module.rows(one._ids)
+        vectors = module.rows(torch.from_numpy(_array(one._ids).view(np.int64)))
     else:
-        found = read_rows(module._tables[0], one._ids.numpy().view(np.uint64))
+        found = read_rows(module._tables[0], _array(one._ids))
         vectors = torch.from_numpy(found.copy()).to(module.anchor.device, module.anchor.dtype)
     return vectors[0] if one._is_row else vectors
