@@ -84,6 +84,7 @@ class _Item:
     batch: Any
     leaves: list[NDArray[np.int64] | None]
     rows: list[AheadRows] = field(default_factory=list)
+    is_queued: bool = False  # for the lookup thread
     is_begun: bool = False  # by the lookup thread, or by the user's, which does without
     done: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
@@ -239,15 +240,14 @@ class _Pass:
                     target=self._look_up_all, name="persia-prefetch", daemon=True
                 )
                 self._thread.start()
+            item.is_queued = True
             self._queue.put(item)
         return True
 
     def _await(self, item: _Item) -> None:
         """Wait for the rows of a batch, unless its lookup waits for a step to come."""
         with self._lock:
-            is_mine = not item.is_begun and (
-                self._thread is None or self._limiter.is_exhausted()
-            )
+            is_mine = not item.is_begun and (not item.is_queued or self._limiter.is_exhausted())
             if is_mine:
                 item.is_begun = True  # the model asks itself
         self._num_handed_out += 1
