@@ -36,6 +36,7 @@ from persia._rpc.messages import (
     IDFeatures,
     JaggedOutput,
     OptimizerSettings,
+    PooledOutput,
     RawOutput,
     TableEntries,
 )
@@ -79,8 +80,8 @@ class SlotRows:
     table: int  # number of its row settings, which a learning rate is for
     prefix: int  # feature bits of its signs, in their place
     prefix_bits: int
-    # Whether its outputs are rows as they are; else each distinct id is sent as a sample.
-    is_jagged: bool
+    # Jagged ones give rows as they are; of others each distinct id is sent as a sample.
+    output: type[JaggedOutput | RawOutput | PooledOutput]
     has_own_optimizer: bool  # by the embedding config
 
 
@@ -150,12 +151,16 @@ class RowHome:
 
     def look_up_to_train(
         self, features: Sequence[FeatureBatch]
-    ) -> tuple[InFlightBatch, list[Floats]]:
-        """Return rows as ``look_up`` does, inserted if need be, and what takes the update."""
+    ) -> tuple[InFlightBatch, list[Floats], int]:
+        """Return rows as ``look_up`` does, inserted if need be, and what takes the update.
+
+        Its gradients are of requests with as many samples as the last value says.
+        """
         self.wait()
         batch = InFlightBatch(num_samples=features[0].batch_size)
         self._number(batch)
-        request = IDFeatures(self._request(features), batch.batch_id, True)
+        asked = self._request(features)
+        request = IDFeatures(asked, batch.batch_id, True)
         if self._keeps_ids:
             worker = self.worker
             batch.register_again = lambda error: worker.register(request)
@@ -164,7 +169,7 @@ class RowHome:
             raise InternalError(f"the lookup of batch {batch.batch_id} left no ref")
         batch.ref = result.ref
         self.tracker.open(batch)
-        return batch, self._rows(features, result.outputs)
+        return batch, self._rows(features, result.outputs), asked[0].batch_size
 
     def _number(self, batch: InFlightBatch) -> None:
         if self.session is None:
@@ -175,7 +180,9 @@ class RowHome:
 
     def _request(self, features: Sequence[FeatureBatch]) -> tuple[FeatureBatch, ...]:
         """Return features that fit into one request: all of them with as many samples."""
-        are_jagged = all(self.slots[feature.name].is_jagged for feature in features)
+        are_jagged = all(
+            self.slots[feature.name].output is JaggedOutput for feature in features
+        )
         if are_jagged and len({feature.batch_size for feature in features}) == 1:
             return tuple(features)
         size = 1 if are_jagged else max(1, *(one.num_distinct for one in features))
@@ -184,7 +191,7 @@ class RowHome:
     def _spread(self, feature: FeatureBatch, size: int) -> FeatureBatch:
         """Return the distinct ids as ``size`` samples: of one id each, or all in the first."""
         count = feature.num_distinct
-        if self.slots[feature.name].is_jagged:
+        if self.slots[feature.name].output is JaggedOutput:
             offsets = np.full(size + 1, count, np.int64)
             offsets[0] = 0
         else:
@@ -205,7 +212,7 @@ class RowHome:
 
     def fit_gradient(self, name: str, gradient: torch.Tensor, batch: int) -> torch.Tensor:
         """Return the gradient of distinct ids as the worker takes it from this slot."""
-        if self.slots[name].is_jagged or len(gradient) == batch:
+        if self.slots[name].output is not PooledOutput or len(gradient) == batch:
             return gradient
         return torch.nn.functional.pad(gradient, (0, 0, 0, batch - len(gradient)))
 
@@ -391,6 +398,12 @@ def _slot(table: ModuleTable) -> dict[str, object]:
     }
 
 
+_OUTPUTS: dict[str, type[JaggedOutput | RawOutput]] = {
+    "jagged": JaggedOutput,
+    "raw": RawOutput,
+}
+
+
 def slots_of(worker: EmbeddingWorker) -> dict[str, SlotRows]:
     """Return what an embedding-worker means by the names of its slots."""
     schema: EmbeddingSchema | None = getattr(worker, "schema", None)
@@ -401,7 +414,7 @@ def slots_of(worker: EmbeddingWorker) -> dict[str, SlotRows]:
                 slot.table,
                 slot.prefix,
                 schema.prefix_bits,
-                slot.pooling == "jagged",
+                _OUTPUTS.get(slot.pooling, PooledOutput),
                 schema.tables[slot.table].settings.optimizer is not None,
             )
             for name, slot in schema.slots.items()
@@ -423,9 +436,8 @@ def slots_of(worker: EmbeddingWorker) -> dict[str, SlotRows]:
     found = {}
     for (name, (dim, group, table, *_)), output in zip(plain.items(), outputs, strict=True):
         prefix = (meaning["groups"].index(group) + 1) << (64 - bits)
-        is_jagged = isinstance(output, JaggedOutput)
         has_own = settings.get(group, {}).get("optimizer") is not None
-        found[name] = SlotRows(dim, table, prefix, bits, is_jagged, has_own)
+        found[name] = SlotRows(dim, table, prefix, bits, type(output), has_own)
     return found
 
 
@@ -542,6 +554,6 @@ def read_rows(table: ModuleTable, ids: NDArray[np.uint64]) -> NDArray[np.float32
     if not home.trains:
         (rows,) = home.look_up([feature])
     else:
-        batch, (rows,) = home.look_up_to_train([feature])
+        batch, (rows,), _ = home.look_up_to_train([feature])
         home.tracker.release(batch, Reason.UNUSED)
     return rows[feature.inverse]

@@ -197,8 +197,7 @@ def find_rows(
         asked = [features[place].asked for place in names.values()]
         request = None
         if trains and home.trains:
-            batch, rows = home.look_up_to_train(asked)
-            size = max(1, asked[0].batch_size)
+            batch, rows, size = home.look_up_to_train(asked)
             request = RowRequest(home, batch, tuple(names), size, len(names))
             if not has_gradient:
                 request.release()
@@ -465,8 +464,7 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
             )
             for part, gradient in parts
         ]
-        batch, _ = home.look_up_to_train(features)
-        size = max(len(gradient.ids) for _, gradient in parts)
+        batch, _, size = home.look_up_to_train(features)
         new = RowRequest(home, batch, tuple(x.name for x in features), size, len(parts))
         by_request[id(new)] = new, {place: part for place, (part, _) in enumerate(parts)}
     for request, places in by_request.values():

@@ -202,8 +202,7 @@ def ask_ahead(features: Sequence[tuple[ModuleTable, GivenIds]]) -> list[AheadRow
                     here[table.name] = table, given
             left = rest
             asked = [given.asked for _, given in here.values()]
-            batch, rows = home.look_up_to_train(asked)
-            size = max(1, asked[0].batch_size)
+            batch, rows, size = home.look_up_to_train(asked)
             request = RowRequest(home, batch, tuple(here), size, len(here))
             for place, (table, given) in enumerate(here.values()):
                 one = AheadRows(table, given, rows[place], request, place)

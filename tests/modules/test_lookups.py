@@ -14,6 +14,7 @@ import persia.optim
 from persia._modules.homes import home_of
 from tests.support.profiles import tries
 
+IDS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
 # Ids of one forward, and whether it is followed by a backward, a step, or both.
 STEPS = st.lists(
     st.tuples(

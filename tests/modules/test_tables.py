@@ -37,5 +37,5 @@ def test_a_table_without_a_users_name_goes_with_its_module() -> None:
 
 @pytest.mark.parametrize(("name", "dim"), [("", 4), ("x", 0), ("x", True), (None, 4)])
 def test_bad_names_and_dims_are_refused(name: str, dim: int) -> None:
-    with pytest.raises(ConfigError, match="expected a name|embedding_dim must be"):
+    with pytest.raises(ConfigError, match=r"expected a name|embedding_dim must be"):
         declare(name, dim)
