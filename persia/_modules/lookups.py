@@ -489,9 +489,7 @@ def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -
     home.engine.raise_failure()
     home.tracker.submit(batch)
     batch.gradients, batch.rates = gradients, tuple(rates)
-    if any(one.sums.is_cuda for one in places.values()):
-        batch.pack()
-        batch.start_copy(_copy_stream(gradients))
+    home.engine.pack(batch)
     home.engine.submit([batch], reduction)
     for one in places.values():
         pending_of(one.table).num_backwards = 0
@@ -502,12 +500,3 @@ def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -
 
 
 _NO_TENSOR = torch.empty(0)  # of a feature without a gradient
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _copy_stream(gradients: Sequence[tuple[Leaf, torch.Tensor | None]]) -> torch.cuda.Stream:
-    """Return the stream on which gradients of this device are copied to the host."""
-    device = next(one.device for _, one in gradients if one is not None)
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]

@@ -275,6 +275,14 @@ class BackwardPipeline:
                 method="update",
             )
 
+    def pack(self, update: InFlightBatch) -> None:
+        """Prepare the copy of CUDA gradients of an update that ``collect`` has not made."""
+        device = next((one.device for one in update.present() if one.is_cuda), None)
+        if device is not None:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            update.pack()
+
     def _start_worker(self) -> None:
         name = f"persia-backward-{len(self._threads)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -42,7 +42,7 @@ _logger = get_logger("persia.nn")
 # Bounds of depth="auto": two are needed for a lookup to run beside a step.
 _FIRST_DEPTH = 2
 _MAX_DEPTH = 4
-# Of so many batches, waits for a lookup after which "auto" goes one deeper.
+# Batches over which waits are counted, and how many waits there are when "auto" goes deeper.
 _WINDOW = 32
 _MANY_WAITS = 8
 # Batches after which lookups that are never found in the batch are given up, with a line.

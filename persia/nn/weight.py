@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from persia.nn.modules import TableModule
-
 # These set every value, so that nothing need be read before.
 _OVERWRITES = frozenset(
     (
@@ -46,14 +44,14 @@ _SHAPE_ONLY = frozenset(
 class TableWeight(torch.Tensor):
     """Rows of a table as a tensor that is looked up at its first use; see the module."""
 
-    _module: TableModule
+    _module: Any  # a ``TableModule``, whose file imports this one
     _ids: range
     _is_row: bool  # of one id, without the first dimension
 
     @staticmethod
     def __new__(
         cls: type[TableWeight],
-        module: TableModule,
+        module: Any,
         ids: range,
         *,
         is_row: bool = False,

@@ -41,6 +41,7 @@ def test_in_a_context_modules_use_its_tables(pooling: str) -> None:
             persia.nn.sparse_parameters(nn.ModuleList([module, other])), lr=0.5
         )
         assert home_of(module._tables[0]).worker is ctx.embedding_worker
+        optimizer.zero_grad()  # the tables of these names had a context before
         before = module(ids).detach(), other(ids[0]).detach()
         (module(ids).sum() + other(ids[0]).sum()).backward()
         optimizer.step()

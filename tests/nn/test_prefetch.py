@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def trained(name: str, depth: int | str | None, every: int = 1) -> tuple[Any, list[float]]:
-    """Train, stepping every so many batches; return the loader and the losses."""
+    """Train, stepping every few batches; return the loader and the losses."""
     torch.manual_seed(3)
     model = Model(name)
     for module in (model.user, model.item, model.column):
