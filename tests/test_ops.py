@@ -54,7 +54,7 @@ def test_compiled_training_equals_torchs(backend: str) -> None:
     both = twins("adagrad")
     compiled = torch.compile(both.ours, backend=backend, fullgraph=True)
     for users, items, labels in batches(5):
-        ours = ((compiled(users, items) - labels) ** 2).mean()
+        ours = ((compiled(users, items) - labels) ** 2).mean()  # type: ignore[no-untyped-call]
         theirs = ((both.torchs(users, items) - labels) ** 2).mean()
         assert abs(ours.item() - theirs.item()) < 1e-5
         both.our_optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_equal_lookups_of_one_graph_both_give_gradients() -> None:
         out: torch.Tensor = module(ids) + module(ids)
         return out.sum()
 
-    torch.compile(twice, backend="aot_eager", fullgraph=True)(torch.tensor([0])).backward()
+    torch.compile(twice, backend="aot_eager", fullgraph=True)(torch.tensor([0])).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert (module.weight.detach() + 0).tolist() == [[-2.0, -2.0]]
 
@@ -103,10 +103,11 @@ def test_two_forwards_before_their_backwards_compiled() -> None:
     both = twins("sgd")
     compiled = torch.compile(both.ours, backend="aot_eager", fullgraph=True)
     one, two = batches(2)
-    ours = sum(((compiled(u, i) - y) ** 2).mean() for u, i, y in (one, two))
-    theirs = sum(((both.torchs(u, i) - y) ** 2).mean() for u, i, y in (one, two))
-    ours.backward()
-    theirs.backward()
+    pair = one, two
+    ours = torch.stack([((compiled(u, i) - y) ** 2).mean() for u, i, y in pair]).sum()  # type: ignore[no-untyped-call]
+    theirs = torch.stack([((both.torchs(u, i) - y) ** 2).mean() for u, i, y in pair]).sum()
+    ours.backward()  # type: ignore[no-untyped-call]
+    theirs.backward()  # type: ignore[no-untyped-call]
     both.our_optimizer.step()
     both.torch_optimizer.step()
     both.assert_equal()

@@ -23,7 +23,7 @@ def _run(
     if to_clear is not None:
         to_clear.zero_grad()
     loss = both.losses(batch)[place]
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
 
 
@@ -36,8 +36,8 @@ def test_200_steps_equal_torchs(optimizer: str, mode: str) -> None:
         assert abs(ours.item() - theirs.item()) < 1e-5
         both.our_optimizer.zero_grad()
         both.torch_optimizer.zero_grad()
-        ours.backward()
-        theirs.backward()
+        ours.backward()  # type: ignore[no-untyped-call]
+        theirs.backward()  # type: ignore[no-untyped-call]
         both.our_optimizer.step()
         both.torch_optimizer.step()
     both.assert_equal()
@@ -53,8 +53,8 @@ def test_where_every_row_is_met_moments_equal_torchs(optimizer: str) -> None:
         assert abs(ours.item() - theirs.item()) < 1e-5
         both.our_optimizer.zero_grad()
         both.torch_optimizer.zero_grad()
-        ours.backward()
-        theirs.backward()
+        ours.backward()  # type: ignore[no-untyped-call]
+        theirs.backward()  # type: ignore[no-untyped-call]
         both.our_optimizer.step()
         both.torch_optimizer.step()
         assert users.shape[1] == 3
@@ -65,8 +65,8 @@ def test_gradients_of_four_backwards_are_one_step() -> None:
     both = twins("adagrad")
     for number, batch in enumerate(batches(40), start=1):
         ours, theirs = both.losses(batch)
-        (ours / 4).backward()
-        (theirs / 4).backward()
+        (ours / 4).backward()  # type: ignore[no-untyped-call]
+        (theirs / 4).backward()  # type: ignore[no-untyped-call]
         if number % 4 == 0:
             both.our_optimizer.step()
             both.torch_optimizer.step()
@@ -100,8 +100,8 @@ def test_global_norm_clipping_counts_rows_exactly() -> None:
         ours, theirs = both.losses(batch)
         both.our_optimizer.zero_grad()
         both.torch_optimizer.zero_grad()
-        (ours * 50).backward()
-        (theirs * 50).backward()
+        (ours * 50).backward()  # type: ignore[no-untyped-call]
+        (theirs * 50).backward()  # type: ignore[no-untyped-call]
         norms = [
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             for net in (both.ours, both.torchs)
@@ -123,7 +123,7 @@ def test_a_grad_scaler_unscales_and_skips() -> None:
         ):
             optimizer.zero_grad()
             # A loss that is inf makes every gradient inf or NaN.
-            scaler.scale(loss * (float("inf") if number == 5 else 1.0)).backward()
+            scaler.scale(loss * (float("inf") if number == 5 else 1.0)).backward()  # type: ignore[no-untyped-call]
             if number % 2:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -142,8 +142,8 @@ def test_fused_steps_in_backward() -> None:
         ours, theirs = both.losses(batch)
         both.torch_optimizer.zero_grad()
         dense.zero_grad()
-        ours.backward()
-        theirs.backward()
+        ours.backward()  # type: ignore[no-untyped-call]
+        theirs.backward()  # type: ignore[no-untyped-call]
         dense.step()
         fused.step()
         both.torch_optimizer.step()

@@ -149,7 +149,7 @@ class BackwardPipeline:
         self.is_between_passes: Callable[[], bool] = lambda: False
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = _new_stream(device)
         self._warned: set[tuple[str, ...]] = set()
         self._has_warned = False  # of a kept batch
         self._num_workers = num_workers
@@ -279,8 +279,7 @@ class BackwardPipeline:
         """Prepare the copy of CUDA gradients of an update that ``collect`` has not made."""
         device = next((one.device for one in update.present() if one.is_cuda), None)
         if device is not None:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = self._stream or _new_stream(device)
             update.pack()
 
     def _start_worker(self) -> None:
@@ -450,3 +449,8 @@ class BackwardPipeline:
         with self._lock:
             self._pending.pop(order, None)
             self._changed.notify_all()
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for copies to the host; made once."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     are_apart: bool, tmp_path: Path
 ) -> None:
     model = a_model("s" if are_apart else "")
-    optimizers = [persia.optim.Adagrad(model.parameters(), lr=0.1)]
+    optimizers: list[torch.optim.Optimizer] = [persia.optim.Adagrad(model.parameters(), lr=0.1)]
     if are_apart:  # two stores
         optimizers = [
             persia.optim.Adagrad(model["user"].parameters(), lr=0.1),

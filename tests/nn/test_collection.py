@@ -28,7 +28,7 @@ def test_26_features_are_one_lookup_and_one_update() -> None:
         ) as asked,
         mock.patch.object(home.worker, "update", wraps=home.worker.update) as updated,
     ):
-        torch.stack(collection(ids)).sum().backward()
+        torch.stack(collection(ids)).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         home.wait()
     assert asked.call_count == 1

@@ -29,7 +29,8 @@ class Written(nn.Module):
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         embeddings = self.embedding_dict
-        assert embeddings["user"].embedding_dim == embeddings["item"].weight.shape[1]
+        weight: torch.Tensor = embeddings["item"].weight  # type: ignore[assignment]
+        assert embeddings["user"].embedding_dim == weight.shape[1]
         found = embeddings["user"](users) * embeddings["item"](items) + self.again(users)
         out: torch.Tensor = self.head(found + self.small(users % 2) + self.tied(users % 9))
         return out
@@ -59,7 +60,7 @@ def test_what_can_be_converted_is_and_gives_the_same(caplog: pytest.LogCaptureFi
 def test_new_rows_begin_as_those_that_were_there() -> None:
     model = nn.ModuleDict({"wide": nn.Embedding(500, 16)})
     with torch.no_grad():
-        model["wide"].weight.normal_(0.5, 0.01)
+        next(model.parameters()).normal_(0.5, 0.01)
     persia.nn.convert(model)
     rows = model["wide"](torch.arange(10_000, 10_500))
     assert rows.mean().item() == pytest.approx(0.5, abs=0.002)
@@ -84,7 +85,7 @@ def test_a_penalty_over_the_old_weight_is_said_once(caplog: pytest.LogCaptureFix
 
 
 def test_frozen_weights_stay_frozen_and_modules_alone_are_converted() -> None:
-    frozen = nn.Embedding.from_pretrained(torch.ones(3, 2))
+    frozen = nn.Embedding.from_pretrained(torch.ones(3, 2))  # type: ignore[no-untyped-call]
     module = persia.nn.convert(frozen)
     assert isinstance(module, persia.nn.Embedding)
     assert not module(torch.tensor([1])).requires_grad
