@@ -47,6 +47,7 @@ def test_update_steps_rows_and_changes_the_version() -> None:
         ops.update(version, torch.tensor([3]), torch.ones(1, 4), "no such", 0.5)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, in inductor
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
