@@ -149,7 +149,7 @@ class BackwardPipeline:
         self.is_between_passes: Callable[[], bool] = lambda: False
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = _new_stream(device)
         self._warned: set[tuple[str, ...]] = set()
         self._has_warned = False  # of a kept batch
         self._num_workers = num_workers
@@ -247,7 +247,8 @@ class BackwardPipeline:
     def _submit_one(self, update: InFlightBatch) -> None:
         if self._stream is not None:
             update.start_copy(self._stream)
-        update.rates = self.learning_rates.current
+        # One that brings its own rates, of an optimizer per table, keeps them.
+        update.rates = update.rates or self.learning_rates.current
         with self._lock:
             update.order = self._next_number
             update.step = self.steps + 1
@@ -273,6 +274,13 @@ class BackwardPipeline:
                 role="embedding-worker",
                 method="update",
             )
+
+    def pack(self, update: InFlightBatch) -> None:
+        """Prepare the copy of CUDA gradients of an update that ``collect`` has not made."""
+        device = next((one.device for one in update.present() if one.is_cuda), None)
+        if device is not None:
+            self._stream = self._stream or _new_stream(device)
+            update.pack()
 
     def _start_worker(self) -> None:
         name = f"persia-backward-{len(self._threads)}"
@@ -441,3 +449,8 @@ class BackwardPipeline:
         with self._lock:
             self._pending.pop(order, None)
             self._changed.notify_all()
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for copies to the host; made once."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -288,6 +288,13 @@ class Lookups:
         if ticket.ref == UNREGISTERED:
             ticket.batch_id = ticket.number * self._world_size + self._rank
 
+    def next_number(self) -> int:
+        """Return the next number of training batches, for a lookup that is of no batch."""
+        with self._lock:
+            number = self._next_numbers[True]
+            self._next_numbers[True] += 1
+        return number
+
     def resume(self, next_number: int) -> None:
         """Give the next training batch this number, as if those below had been given out."""
         with self._lock:

@@ -108,6 +108,12 @@ class StalenessLimiter:
             self._num_taken += 1
             self._num_permits += needs_permit
 
+    def take(self) -> None:
+        """Take a permit, even beyond the bound: the batch is being looked up already."""
+        with self._lock:
+            self._num_taken += 1
+            self._num_permits += 1
+
     def request(self) -> None:
         """Note that the user asks for one more batch."""
         with self._lock:

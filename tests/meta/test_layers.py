@@ -32,6 +32,9 @@ ROWS = (
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "_serving", "distributed", "metrics", "service"},
     {"data", "readers", "sampling", "serving", "tables", "ctx", "prelude", "cpp_extension"},
+    {"_modules"},
+    {"ops"},
+    {"nn", "optim"},
     {"launcher", "helper", "_cli", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )
@@ -46,7 +49,7 @@ COMPOSERS.add("persia._serving.lookup")
 CORE_FOLDERS = ("base", "ids", "kernels", "shard", "store", "table")
 # Rooms in which torch may be imported when a module is loaded. Elsewhere only inside functions.
 TORCH_ROOMS = {"_training", "_report", "_serving", "ctx", "data", "distributed", "metrics"} | {
-    "serving"
+    *("serving", "_modules", "ops", "nn", "optim")
 }
 # What the compiled core may use beside the standard library.
 CORE_IMPORTS = {"numpy", "cython", "libc", "cpython"}

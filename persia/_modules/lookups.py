@@ -1,0 +1,502 @@
+"""From ids to vectors and from gradients to steps, as the operators of ``persia.ops`` do it.
+
+    lookup ------> OpenLookup, found by its ticket          forward
+    gradient ----> RowGradient, one sum per distinct id     backward
+    step --------> one update per request                   the optimizer's step
+
+A ticket is a tensor that autograd saves; the address of its memory finds the lookup, and when
+the memory is freed, no gradient can come any more. A gradient whose ticket is not known (a hook
+has copied what was saved) or whose lookup has no request any more is applied by its ids alone.
+
+Of an anchor's gradient the first value is the norm of what its table was handed over, and the
+second a mark, once for each. Whatever scales gradients between backward and step scales both,
+and the step finds the factor in the mark: GradScaler, clipping, averages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from persia._core.base.threads import ThreadPool
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.kernels.pooling import PoolCalls
+from persia._modules.homes import RowHome, home_of
+from persia._modules.requests import GivenIds, RowRequest, take_ahead
+from persia._modules.tables import ModuleTable
+from persia._rpc.messages import LearningRate
+from persia._training.inflight import Leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from persia._rpc.messages import Floats
+
+    Maximum = NDArray[np.int32] | None
+
+# A pool of one thread runs its work in the caller's.
+_threads = ThreadPool(1)
+
+# The mode of ``Embedding``, in which each id is a sample.
+PER_ID = "none"
+
+# Gradients without a step, and lookups without a gradient, after which a model is taken for one
+# whose rows are forgotten.
+PATIENCE = 3
+MANY_LOOKUPS = 50
+
+# What an anchor's gradient has in its second place, once for each gradient that was handed
+# over. A power of two, so that factors are exact, and too small to count in a norm.
+_MARK = 2.0**-30
+_HALF_MARK = 2.0**-10  # float16 has no number as small
+
+
+def _mark(dtype: torch.dtype) -> float:
+    return _HALF_MARK if dtype is torch.float16 else _MARK
+
+
+@dataclass(slots=True, eq=False)
+class LookedUpFeature:
+    """The ids of one feature, and the rows that they were looked up to."""
+
+    table: ModuleTable
+    mode: str
+    ids: FeatureBatch
+    rows: Floats  # [D, dim], of the distinct ids
+    maxima: Maximum = None
+    request: RowRequest | None = None
+    place: int = 0  # in the request
+    kept: NDArray[np.bool_] | None = None  # [N] of the ids given, those that are no padding
+
+
+@dataclass(slots=True, eq=False)
+class OpenLookup:
+    """What an operator has looked up, while a gradient of it may come."""
+
+    features: list[LookedUpFeature]
+
+
+@dataclass(slots=True, eq=False)
+class RowGradient:
+    """The gradient of a table's rows: one sum per distinct id."""
+
+    ids: NDArray[np.uint64]  # [D]
+    sums: torch.Tensor  # [D, dim], f32
+    request: RowRequest | None = None  # None: by the ids alone
+    place: int = 0
+
+    def detach(self) -> None:
+        """Do without the request, which ends if no other gradient can come by it."""
+        request, self.request = self.request, None
+        if request is not None:
+            request.give_up()
+
+
+@dataclass(slots=True, eq=False)
+class PendingGradients:
+    """What was handed over for one table, and what shows whether it is ever stepped."""
+
+    gradients: list[RowGradient] = field(default_factory=list)
+    num_marks: int = 0  # in the anchor's gradient; those of a backward under way not counted
+    num_lookups: int = 0  # for training, since the last gradient
+    num_backwards: int = 0  # since the last step
+
+    def drop(self) -> None:
+        """Forget what was handed over."""
+        for gradient in self.gradients:
+            gradient.detach()
+        self.gradients.clear()
+        self.num_marks = 0
+
+
+_pending: weakref.WeakKeyDictionary[ModuleTable, PendingGradients] = weakref.WeakKeyDictionary()
+
+
+def pending_of(table: ModuleTable) -> PendingGradients:
+    """Return what was handed over for a table."""
+    found = _pending.get(table)
+    if found is None:
+        found = _pending[table] = PendingGradients()
+        table.after_backward = note_accumulated
+    return found
+
+
+# Called when a step has been sent.
+after_step: list[Callable[[], None]] = []
+
+# By address of the ticket's memory; changes of one key are atomic.
+_open: dict[int, OpenLookup] = {}
+# Filled by finalizers, which must not take a lock.
+_orphans: deque[OpenLookup] = deque()
+
+
+def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
+    memory = np.zeros(1, np.int64)
+    address = memory.ctypes.data
+
+    def drop() -> None:
+        _open.pop(address, None)
+        _orphans.append(lookup)
+
+    _open[address] = lookup
+    weakref.finalize(memory, drop).atexit = False
+    return torch.from_numpy(memory)
+
+
+def release_orphans() -> None:
+    """Release the lookups whose graph was dropped without a backward."""
+    while _orphans:
+        for feature in _orphans.popleft().features:
+            request, feature.request = feature.request, None
+            if request is not None:
+                request.give_up()
+
+
+# --- forward --------------------------------------------------------------------------------
+
+
+def find_rows(
+    tables: Sequence[ModuleTable],
+    modes: Sequence[str],
+    features: Sequence[GivenIds],
+    *,
+    trains: bool,
+    has_gradient: bool,
+) -> OpenLookup:
+    """Ask for the rows of all features, with one request per home if no table comes twice."""
+    release_orphans()
+    found: list[LookedUpFeature | None] = [None] * len(tables)
+    left = []
+    for place, table in enumerate(tables):
+        given = features[place]
+        ahead = take_ahead(table, given) if has_gradient else None
+        if ahead is None:
+            left.append(place)
+            continue
+        found[place] = LookedUpFeature(
+            *(table, modes[place], given.pooled, ahead.rows),
+            request=ahead.request,
+            place=ahead.place,
+            kept=given.kept,
+        )
+    while left:
+        home = home_of(tables[left[0]])
+        names: dict[str, int] = {}
+        for place in left:
+            table = tables[place]
+            if table.name not in names and home_of(table) is home:
+                names[table.name] = place
+        left = [place for place in left if names.get(tables[place].name) != place]
+        asked = [features[place].asked for place in names.values()]
+        request = None
+        if trains and home.trains:
+            batch, rows, size = home.look_up_to_train(asked)
+            request = RowRequest(home, batch, tuple(names), size, len(names))
+            if not has_gradient:
+                request.release()
+                request = None
+        else:
+            rows = home.look_up(asked)
+        for number, place in enumerate(names.values()):
+            given = features[place]
+            found[place] = LookedUpFeature(
+                *(tables[place], modes[place], given.pooled, rows[number]),
+                request=request,
+                place=number,
+                kept=given.kept,
+            )
+    return OpenLookup([feature for feature in found if feature is not None])
+
+
+def pool(lookup: OpenLookup, out: Floats) -> None:
+    """Fill ``out``, features one behind the other, each [B, dim]."""
+    calls = PoolCalls()
+    begin = 0
+    for feature in lookup.features:
+        end = begin + feature.ids.batch_size * feature.table.dim
+        target = out[begin:end].reshape(-1, feature.table.dim)
+        feature.maxima = calls.pool(
+            _pooling(feature), feature.rows, None, 1, feature.ids, target
+        )
+        begin = end
+    calls.run(_threads)
+
+
+def _pooling(feature: LookedUpFeature) -> str:
+    return "sum" if feature.mode == PER_ID else feature.mode
+
+
+def pool_on_device(lookup: OpenLookup, device: torch.device) -> torch.Tensor:
+    """Return what ``pool`` computes, computed by the device."""
+    found = []
+    for feature in lookup.features:
+        rows = torch.from_numpy(feature.rows).to(device, non_blocking=True)
+        found.append(_bags(feature, rows).view(-1))
+    return torch.cat(found)
+
+
+def _bags(feature: LookedUpFeature, rows: torch.Tensor) -> torch.Tensor:
+    inverse, offsets, weights = _on_device(feature.ids, rows.device)
+    if feature.mode == PER_ID and feature.ids.offsets is None:
+        return rows[inverse]
+    return torch.nn.functional.embedding_bag(
+        inverse, rows, offsets, mode=_pooling(feature), per_sample_weights=weights
+    )
+
+
+def fill_padding(feature: LookedUpFeature, padding: int, out: torch.Tensor) -> None:
+    """Put the row of the padding id where it was asked for; lookups do not train it."""
+    row = feature.table.padding_rows.get(padding)
+    if row is None:
+        ids = np.array([padding % (1 << 64)], np.uint64)
+        home = home_of(feature.table)
+        (row,) = home.look_up([FeatureBatch.from_single(feature.table.name, ids)])
+        feature.table.padding_rows[padding] = row
+    if row.any() and feature.kept is not None:
+        places = torch.from_numpy(~feature.kept).to(out.device)
+        out.view(-1, feature.table.dim)[places] = torch.from_numpy(row).to(out)
+
+
+def _on_device(
+    ids: FeatureBatch, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    offsets = ids.offsets
+    edges = np.arange(ids.batch_size) if offsets is None else offsets[:-1].astype(np.int64)
+    inverse = torch.from_numpy(ids.inverse.astype(np.int64)).to(device, non_blocking=True)
+    weights = None if ids.weights is None else torch.from_numpy(ids.weights.copy()).to(device)
+    return inverse, torch.from_numpy(edges).to(device, non_blocking=True), weights
+
+
+def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
+    """Return the ticket of a lookup; one without gradients is not remembered."""
+    if not has_gradient:
+        return torch.zeros(1, dtype=torch.int64)
+    for feature in lookup.features:
+        pending = pending_of(feature.table)
+        pending.num_lookups += 1
+        if pending.num_lookups == MANY_LOOKUPS:
+            feature.table.warn(
+                f"{MANY_LOOKUPS} lookups of a model in training mode had no backward, so its "
+                "rows do not learn: is the output detached, or the loss computed without it? "
+                "Evaluate in model.eval() and under torch.no_grad()"
+            )
+    return _new_ticket(lookup)
+
+
+def find_lookup(ticket: torch.Tensor) -> OpenLookup | None:
+    """Return the lookup of a ticket, or None if it was copied or is of another process."""
+    return _open.get(ticket.data_ptr())
+
+
+# --- backward -------------------------------------------------------------------------------
+
+
+def sum_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a feature's gradient [B, dim] per distinct id, f32 [D, dim]."""
+    dim = feature.table.dim
+    if gradient.device.type == "cpu":
+        sums = np.empty((feature.ids.num_distinct, dim), np.float32)
+        calls = PoolCalls()
+        calls.begin_sums(sums)
+        array = gradient.detach().to(torch.float32).contiguous().numpy()
+        calls.pool_grad(
+            _pooling(feature), array, None, 1, feature.ids, feature.maxima, None, sums
+        )
+        calls.run(_threads)
+        return torch.from_numpy(sums)
+    return _sum_on_device(feature, gradient.detach().float())
+
+
+def _sum_on_device(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
+    rows = torch.from_numpy(feature.rows).to(gradient.device).requires_grad_()
+    with torch.enable_grad():
+        (sums,) = torch.autograd.grad(_bags(feature, rows), rows, gradient)
+    return sums.detach()
+
+
+def weight_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a feature's weights [N]: of each, vector times gradient."""
+    inverse, _, _ = _on_device(feature.ids, gradient.device)
+    lengths = torch.from_numpy(feature.ids.lengths().astype(np.int64)).to(gradient.device)
+    rows = torch.from_numpy(feature.rows).to(gradient.device)
+    per_id = torch.repeat_interleave(gradient.float(), lengths, dim=0)
+    found = (per_id * rows[inverse]).sum(1)
+    if feature.kept is None:
+        return found
+    padded = found.new_zeros(len(feature.kept))
+    padded[torch.from_numpy(feature.kept).to(found.device)] = found
+    return padded
+
+
+def hand_over(feature: LookedUpFeature, sums: torch.Tensor) -> torch.Tensor:
+    """Add a gradient to what its table has for the next step; return the anchor's part."""
+    table = feature.table
+    pending = pending_of(table)
+    if table.anchor.grad is None and pending.num_marks:
+        pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
+    pending.num_lookups = 0
+    pending.num_backwards += 1
+    if table.optimizer is None and pending.num_backwards >= PATIENCE:
+        pending.drop()
+        table.warn(
+            "its rows have had gradients and no step, so they do not learn: write optimizer = "
+            "persia.optim.Adagrad(persia.nn.sparse_parameters(model), lr=0.05), and "
+            "optimizer.step() behind loss.backward()"
+        )
+    elif pending.num_backwards == MANY_LOOKUPS:
+        table.warn(
+            f"{MANY_LOOKUPS} gradients of its rows were added up and none was stepped: call "
+            "step() of its optimizer of persia.optim behind loss.backward()"
+        )
+    # A second backward through the same lookup has no request of its own.
+    request, feature.request = feature.request, None
+    pending.gradients.append(RowGradient(feature.ids.distinct, sums, request, feature.place))
+    norm = torch.linalg.vector_norm(sums)
+    return torch.stack([norm, norm.new_tensor(_mark(table.anchor.dtype))])
+
+
+def note_accumulated(table: ModuleTable) -> None:
+    """Put the norm of all that was handed over into the anchor's gradient, after a backward."""
+    gradient, pending = table.anchor.grad, pending_of(table)
+    pending.num_marks = len(pending.gradients)
+    if gradient is None or len(pending.gradients) < 2:
+        return
+    num_marks = pending.num_marks
+    norm = torch.linalg.vector_norm(merged(table).sums)
+    with torch.no_grad():
+        # As if all of it had been handed over at once: one mark.
+        gradient[1] /= num_marks
+        gradient[0] = norm.to(gradient.device) * gradient[1] / _mark(gradient.dtype)
+    pending.num_marks = 1
+
+
+def merged(table: ModuleTable) -> RowGradient:
+    """Return all that was handed over as one gradient, in which each id comes once."""
+    pending = pending_of(table)
+    given = pending.gradients
+    if len(given) == 1:
+        return given[0]
+    every = FeatureBatch.from_single(table.name, np.concatenate([one.ids for one in given]))
+    inverse = torch.from_numpy(every.inverse.astype(np.int64)).to(given[0].sums.device)
+    sums = given[0].sums.new_zeros(every.num_distinct, table.dim)
+    sums.index_add_(0, inverse, torch.cat([one.sums for one in given]))
+    for one in given:
+        one.detach()
+    pending.gradients = [RowGradient(every.distinct, sums)]
+    return pending.gradients[0]
+
+
+# --- the step -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TableStep:
+    """How one table steps."""
+
+    table: ModuleTable
+    lr: float
+    max_row_norm: float | None = None
+    max_norm: float | None = None
+    ids: NDArray[np.uint64] = field(init=False)
+    sums: torch.Tensor = field(init=False)
+
+    def scale(self) -> RowGradient:
+        """Apply what has scaled the anchor's gradient since, and the table's own clipping."""
+        table = self.table
+        gradient = merged(table)
+        self.ids, self.sums = gradient.ids, gradient.sums
+        anchor = table.anchor.grad
+        if anchor is not None:
+            num_marks = max(pending_of(table).num_marks, 1)
+            factor = anchor[1].float() / (_mark(anchor.dtype) * num_marks)
+            if anchor.device.type != "cpu":
+                self.sums = self.sums * factor
+            elif (number := float(factor)) != 1.0:
+                self.sums = self.sums * number
+        if self.max_row_norm is not None:
+            norms = torch.linalg.vector_norm(self.sums, dim=1, keepdim=True)
+            self.sums = self.sums * (self.max_row_norm / (norms + 1e-6)).clamp(max=1.0)
+        if self.max_norm is not None:
+            norm = torch.linalg.vector_norm(self.sums)
+            self.sums = self.sums * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return gradient
+
+
+def has_pending(table: ModuleTable) -> bool:
+    """Whether a table has gradients that no step has used."""
+    return pending_of(table).num_backwards > 0
+
+
+def step(steps: Sequence[TableStep], reduction: float) -> None:
+    """Step the rows of tables by what was handed over: each row once, one update per request.
+
+    Gradients are divided by ``reduction``. They stay with the table until they are cleared, as
+    the gradient of a parameter does.
+    """
+    release_orphans()
+    by_request: dict[int, tuple[RowRequest, dict[int, TableStep]]] = {}
+    alone: dict[int, tuple[RowHome, list[tuple[TableStep, RowGradient]]]] = {}
+    for one in steps:
+        if not pending_of(one.table).gradients:
+            continue
+        gradient = one.scale()
+        request, gradient.request = gradient.request, None
+        if (
+            request is not None
+            and request.batch.is_open()
+            and home_of(one.table) is request.home
+        ):
+            by_request.setdefault(id(request), (request, {}))[1][gradient.place] = one
+            continue
+        home = home_of(one.table)
+        alone.setdefault(id(home), (home, []))[1].append((one, gradient))
+    for home, parts in alone.values():
+        features = [
+            FeatureBatch.from_csr(
+                part.table.name, gradient.ids, np.array([0, len(gradient.ids)], np.int64)
+            )
+            for part, gradient in parts
+        ]
+        batch, _, size = home.look_up_to_train(features)
+        new = RowRequest(home, batch, tuple(x.name for x in features), size, len(parts))
+        by_request[id(new)] = new, {place: part for place, (part, _) in enumerate(parts)}
+    for request, places in by_request.values():
+        _send(request, places, reduction)
+    for listener in list(after_step):
+        listener()
+
+
+def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -> None:
+    home, batch = request.home, request.batch
+    gradients: list[tuple[Leaf, torch.Tensor | None]] = []
+    rates = []
+    for place, name in enumerate(request.names):
+        one = places.get(place)
+        if one is None:
+            gradients.append((Leaf(name, _NO_TENSOR), None))
+            continue
+        home.check_optimizer(one.table)
+        sums = home.fit_gradient(name, one.sums, request.size)
+        gradients.append((Leaf(name, sums), sums))
+        rates.append(LearningRate(home.slots[name].table, one.lr))
+    home.engine.raise_failure()
+    home.tracker.submit(batch)
+    batch.gradients, batch.rates = gradients, tuple(rates)
+    home.engine.pack(batch)
+    home.engine.submit([batch], reduction)
+    for one in places.values():
+        pending_of(one.table).num_backwards = 0
+        for padding in list(one.table.padding_rows):
+            if (one.ids == np.uint64(padding % (1 << 64))).any():
+                del one.table.padding_rows[padding]  # it was trained by other means
+        one.table.note_change()
+
+
+_NO_TENSOR = torch.empty(0)  # of a feature without a gradient

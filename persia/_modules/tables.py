@@ -1,0 +1,171 @@
+"""The tables that modules look up in: one object per name, shared by all modules of that name.
+
+A table is declared by the first module that names it. This module knows names and shapes; where
+rows are is in ``homes``, and what they are to be stepped by in ``lookups``.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from persia._core.kernels.optim import MAX_DIM
+from persia.embedding import InitialValues, Normal
+from persia.errors import ConfigError
+from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from persia._rpc.messages import OptimizerSettings
+
+_logger = get_logger("persia.nn")
+
+
+class ModuleTable:
+    """A named set of rows that modules look up and that an optimizer of ``persia.optim`` steps.
+
+    Attributes:
+        key: Its name, with a number behind ``#`` if a table of that name had another dim
+            before; operators know it by that.
+        anchor: The parameter that stands for the rows in ``parameters()``, f32 [2].
+        optimizer: Settings of what steps it, None before there is one. These and
+            ``weight_bound`` decide in which store its rows can be.
+        first_rows: To be written before its first lookup: ids u64 [n] and values f32 [n, dim].
+        version: Steps and writes so far.
+    """
+
+    def __init__(self, name: str, key: str, dim: int, initialization: InitialValues) -> None:
+        self.name = name
+        self.key = key
+        self.dim = dim
+        self.initialization = initialization
+        self.anchor = torch.nn.Parameter(torch.zeros(2))
+        self.optimizer: OptimizerSettings | None = None
+        self.weight_bound = 0.0
+        self.first_rows: list[tuple[NDArray[np.uint64], NDArray[np.float32]]] = []
+        # By padding id its row, which lookups return and do not train; until it changes.
+        self.padding_rows: dict[int, NDArray[np.float32]] = {}
+        self.version = 0
+        # Buffers of modules that read its rows, by id of the module.
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # After a backward has added to the anchor's gradient.
+        self.after_backward: Callable[[ModuleTable], None] | None = None
+        self._has_warned = self._is_copied = False
+        own = weakref.ref(self)
+
+        def accumulated(_: torch.Tensor) -> None:
+            table = own()
+            if table is not None and table.after_backward is not None:
+                table.after_backward(table)
+
+        self.anchor.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+
+    def add_reader(self, module: torch.nn.Module) -> None:
+        """Show changes of rows in the buffer ``version`` of a module, from now on."""
+        self._modules.add(module)
+
+    def note_change(self) -> None:
+        """Note that rows have changed."""
+        self.version += 1
+        for module in self._modules:
+            version = module.version
+            if isinstance(version, torch.Tensor):
+                version.add_(1)
+
+    def warn(self, text: str) -> None:
+        """Say once what is missing for the rows to be trained."""
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("table %r: %s (said once)", self.name, text)
+
+    def warn_of_copy(self) -> None:
+        """Say once that copies of modules have no rows of their own."""
+        if not self._is_copied:
+            self._is_copied = True
+            _logger.warning(
+                "table %r: a copy of its module reads and trains the same rows; persia.nn.save "
+                "keeps rows as they are now (said once)",
+                self.name,
+            )
+
+
+_lock = threading.Lock()  # guards the tables of this process
+# By key, and by name the one that has it now. A table goes with its last module, unless a user
+# has named it: then its rows are found again by its name.
+_tables: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
+_by_name: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
+_named: dict[str, ModuleTable] = {}
+_of_anchors: weakref.WeakValueDictionary[int, ModuleTable] = weakref.WeakValueDictionary()
+
+
+def declare(name: str, dim: int, initialization: InitialValues | None = None) -> ModuleTable:
+    """Return the table of a name, made if there is none yet, or only one of another dim."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"table: expected a name, got {name!r}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 1 <= dim <= MAX_DIM:
+        raise ConfigError(f"table {name!r}: embedding_dim must be in 1..{MAX_DIM}, got {dim!r}")
+    with _lock:
+        known = _by_name.get(name)
+        if known is not None and known.dim == dim:
+            _named[name] = known
+            return known
+        if known is not None:
+            _logger.warning(
+                "table %r had dim %d, and begins again without rows, with dim %d; models made "
+                "before keep theirs",
+                *(name, known.dim, dim),
+            )
+        table = _named[name] = _add(name, dim, initialization)
+        return table
+
+
+def declare_new(
+    name: str, dim: int, initialization: InitialValues | None = None
+) -> ModuleTable:
+    """Return a new table of this name, with a number behind it if the name is taken."""
+    with _lock:
+        number, free = 1, name
+        while free in _by_name:
+            number += 1
+            free = f"{name}_{number}"
+        return _add(free, dim, initialization)
+
+
+def _add(name: str, dim: int, initialization: InitialValues | None) -> ModuleTable:
+    number, key = 1, name
+    while key in _tables:
+        number += 1
+        key = f"{name}#{number}"
+    table = ModuleTable(name, key, dim, initialization or Normal(0.0, 1.0))
+    _tables[key] = _by_name[name] = table
+    _of_anchors[id(table.anchor)] = table
+    return table
+
+
+def find(key: str) -> ModuleTable:
+    """Return the table that an operator names, or raise ConfigError."""
+    table = _tables.get(key)
+    if table is None:
+        raise ConfigError(
+            f"table {key!r}: no module of this process has declared it; make the model first"
+        )
+    return table
+
+
+def of_anchor(parameter: torch.Tensor) -> ModuleTable | None:
+    """Return the table that a parameter stands for, or None."""
+    table = _of_anchors.get(id(parameter))
+    return table if table is not None and table.anchor is parameter else None
+
+
+def all_tables() -> list[ModuleTable]:
+    """Return the tables of this process, in the order of their declaration."""
+    with _lock:
+        return list(_tables.values())

@@ -1,0 +1,233 @@
+"""Operators: ``torch.ops.persia.lookup`` and ``torch.ops.persia.update``.
+
+    lookup(version, anchors, ids, ...)     reads rows, and the version
+    gradient(ticket, gradient, ...)        its backward: hands the gradient to the tables
+    update(version!, ids, gradient, ...)   steps rows at once, and changes the version
+
+The version is a tensor that stands for the rows: a graph in which rows are looked up, stepped
+and looked up again has that order in its data, so that no compiler merges or moves the two.
+``persia.nn`` has modules over ``lookup``; ``persia.optim`` steps what ``gradient`` collects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from persia._modules import lookups, requests
+from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep, pending_of
+from persia._modules.tables import find
+
+__all__ = ["gradient", "lookup", "update"]
+
+_library: Any = torch.library.Library("persia", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "lookup(Tensor version, Tensor[] anchors, Tensor ids, Tensor? offsets, Tensor? weights, "
+    "str[] tables, str[] modes, int[] dims, int? padding, bool trains, bool has_gradient) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "gradient(Tensor ticket, Tensor gradient, Tensor ids, Tensor? offsets, Tensor? weights, "
+    "str[] tables, str[] modes, int[] dims, int? padding, bool needs_weights, int call) "
+    "-> (Tensor, Tensor)"
+)
+_library.define(
+    "update(Tensor(a!) version, Tensor ids, Tensor gradient, str table, float lr) -> ()"
+)
+
+# Numbers the lookups of all graphs. Two equal lookups in one graph are merged by compilers; a
+# number of its own keeps their gradients apart.
+_calls = itertools.count()
+
+
+def _num_samples(ids: torch.Tensor, offsets: torch.Tensor | None, count: int) -> Any:
+    return (ids.numel() if offsets is None else offsets.numel() - 1) // count
+
+
+def _look_up(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    tables: list[str],
+    modes: list[str],
+    padding: int | None,
+    *,
+    trains: bool,
+    has_gradient: bool,
+) -> lookups.OpenLookup:
+    found = [find(key) for key in tables]
+    edges = None if offsets is None else offsets.detach().to("cpu", torch.int64).numpy()
+    given = None if weights is None else weights.detach().to("cpu", torch.float32).numpy()
+    features = requests.split_features(found, requests.ids_of(ids), edges, given, padding)
+    return lookups.find_rows(found, modes, features, trains=trains, has_gradient=has_gradient)
+
+
+def _lookup(
+    version: torch.Tensor,
+    anchors: list[torch.Tensor],
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    tables: list[str],
+    modes: list[str],
+    dims: list[int],
+    padding: int | None,
+    trains: bool,
+    has_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    anchor = anchors[0]
+    num_samples = _num_samples(ids, offsets, len(tables))
+    if not num_samples:
+        return anchor.new_empty(0), torch.zeros(1, dtype=torch.int64)
+    found = _look_up(
+        *(ids, offsets, weights, tables, modes, padding),
+        trains=trains,
+        has_gradient=has_gradient,
+    )
+    if anchor.device.type == "cpu":
+        out = torch.empty(num_samples * sum(dims))
+        lookups.pool(found, out.numpy())
+    else:
+        out = lookups.pool_on_device(found, anchor.device)
+    if padding is not None and modes == [PER_ID]:
+        lookups.fill_padding(found.features[0], padding, out)
+    ticket = lookups.open_ticket(found, has_gradient=has_gradient)
+    return out.to(anchor.dtype), ticket
+
+
+def _gradient(
+    ticket: torch.Tensor,
+    gradient: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    tables: list[str],
+    modes: list[str],
+    dims: list[int],
+    padding: int | None,
+    needs_weights: bool,
+    call: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_samples = _num_samples(ids, offsets, len(tables))
+    anchors = gradient.new_zeros(len(tables), 2)
+    if not num_samples:
+        return anchors, gradient.new_zeros(ids.numel() if needs_weights else 0)
+    found = lookups.find_lookup(ticket)
+    if found is None:
+        given = (ids, offsets, weights, tables, modes, padding)
+        found = _look_up(*given, trains=True, has_gradient=True)
+    begin = 0
+    of_weights = []
+    for place, feature in enumerate(found.features):
+        end = begin + num_samples * feature.table.dim
+        part = gradient[begin:end].view(num_samples, feature.table.dim)
+        anchors[place] = lookups.hand_over(feature, lookups.sum_gradient(feature, part))
+        if needs_weights:
+            of_weights.append(lookups.weight_gradient(feature, part))
+        begin = end
+    return anchors, torch.cat(of_weights) if needs_weights else gradient.new_zeros(0)
+
+
+def _update(
+    version: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor, table: str, lr: float
+) -> None:
+    found = find(table)
+    features = requests.split_features([found], requests.ids_of(ids), None, None)
+    asked = features[0].asked
+    feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
+    sums = lookups.sum_gradient(feature, gradient.view(-1, found.dim))
+    pending = pending_of(found)
+    own, pending.gradients = pending.gradients, [lookups.RowGradient(asked.distinct, sums)]
+    anchor, found.anchor.grad = found.anchor.grad, None
+    try:
+        lookups.step([TableStep(found, lr)], 1.0)
+    finally:
+        pending.gradients, found.anchor.grad = own, anchor
+    version.add_(1)
+
+
+for _name, _implementation in (
+    ("lookup", _lookup),
+    ("gradient", _gradient),
+    ("update", _update),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _key)
+
+
+def _fake_lookup(
+    version: torch.Tensor,
+    anchors: list[torch.Tensor],
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    tables: list[str],
+    modes: list[str],
+    dims: list[int],
+    padding: int | None,
+    trains: bool,
+    has_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = _num_samples(ids, offsets, len(tables)) * sum(dims)
+    return anchors[0].new_empty(size), torch.empty(1, dtype=torch.int64)
+
+
+def _fake_gradient(
+    ticket: torch.Tensor,
+    gradient: torch.Tensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    tables: list[str],
+    modes: list[str],
+    dims: list[int],
+    padding: int | None,
+    needs_weights: bool,
+    call: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = ids.numel() if needs_weights else 0
+    return gradient.new_empty(len(tables), 2), gradient.new_empty(size)
+
+
+def _fake_update(
+    version: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor, table: str, lr: float
+) -> None:
+    return None
+
+
+_register_fake: Any = torch.library.register_fake  # its type is unknown
+_register_fake("persia::lookup", _fake_lookup, lib=_library)
+_register_fake("persia::gradient", _fake_gradient, lib=_library)
+_register_fake("persia::update", _fake_update, lib=_library)
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, ctx.padding, *_ = inputs
+    ctx.save_for_backward(output[1], ids, offsets, weights)
+    ctx.call = next(_calls)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
+    ticket, ids, offsets, weights = ctx.saved_tensors
+    needs_weights = weights is not None and ctx.needs_input_grad[4]
+    anchors, of_weights = torch.ops.persia.gradient(
+        ticket,
+        gradient.contiguous(),
+        *(ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, ctx.padding),
+        needs_weights,
+        ctx.call,
+    )
+    given = of_weights.to(weights.dtype) if needs_weights else None
+    return None, list(anchors.unbind(0)), None, None, given, *[None] * 6
+
+
+torch.library.register_autograd(
+    "persia::lookup", _backward, setup_context=_set_up, lib=_library
+)
+
+lookup = torch.ops.persia.lookup
+gradient = torch.ops.persia.gradient
+update = torch.ops.persia.update

@@ -1,0 +1,98 @@
+"""Where rows of modules are: stores of this process, contexts, several servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import persia.nn
+import persia.optim
+from persia._modules.homes import home_of
+from persia.ctx import TrainCtx
+from persia.embedding.optim import SGD, Adagrad
+from persia.errors import ConfigError
+
+
+def a_context(optimizer: Any, **slots: Any) -> TrainCtx:
+    """A context of two servers, with the slots given."""
+    linear = nn.Linear(2, 1)
+    return TrainCtx(
+        optimizer,
+        torch.optim.SGD(linear.parameters(), lr=0.1),
+        model=linear,
+        embedding_config={"slots_config": slots},
+        global_config={"embedded_config": {"num_servers": 2}},
+    )
+
+
+@pytest.mark.parametrize("pooling", ["jagged", "sum", "raw"])
+def test_in_a_context_modules_use_its_tables(pooling: str) -> None:
+    torch.manual_seed(0)
+    ids = torch.tensor([[1, 2], [2, 3], [4, 4]])
+    with a_context(
+        SGD(lr=1.0), both={"dim": 3, "pooling": pooling}, more={"dim": 3, "pooling": pooling}
+    ) as ctx:
+        module = persia.nn.EmbeddingBag("both", 3, mode="sum")
+        other = persia.nn.Embedding("more", 3)
+        optimizer = persia.optim.SGD(
+            persia.nn.sparse_parameters(nn.ModuleList([module, other])), lr=0.5
+        )
+        assert home_of(module._tables[0]).worker is ctx.embedding_worker
+        optimizer.zero_grad()  # the tables of these names had a context before
+        before = module(ids).detach(), other(ids[0]).detach()
+        (module(ids).sum() + other(ids[0]).sum()).backward()
+        optimizer.step()
+        # A row moves by the rate and by how often its id occurs.
+        moved = before[0] - module(ids).detach()
+        assert torch.allclose(moved[:, 0], 0.5 * torch.tensor([3.0, 3.0, 4.0]), atol=1e-5)
+        assert torch.allclose(before[1] - other(ids[0]).detach(), torch.full((2, 3), 0.5))
+        assert sum(ctx.get_embedding_size()) == 6
+        assert ctx.stats()["batches"] == 2
+    assert home_of(module._tables[0]).worker is not ctx.embedding_worker
+
+
+def test_two_servers_give_the_losses_of_torch() -> None:
+    theirs = nn.EmbeddingBag(30, 3, mode="mean")
+    with a_context(Adagrad(lr=0.1), served={"dim": 3, "pooling": "jagged"}):
+        ours = persia.nn.EmbeddingBag("served", 3, num_embeddings=30)
+        ours.weight.copy_(theirs.weight)
+        optimizers = (
+            persia.optim.Adagrad(ours.parameters(), lr=0.1),
+            torch.optim.Adagrad(theirs.parameters(), lr=0.1),
+        )
+        for _ in range(30):
+            ids = torch.randint(30, (16, 4))
+            losses = []
+            for module, optimizer in zip((ours, theirs), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = (module(ids) - 1).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_what_a_context_does_not_agree_with_is_refused() -> None:
+    with a_context(SGD(lr=1.0), fixed={"dim": 3, "pooling": "jagged"}):
+        with pytest.raises(ConfigError, match="embedding_dim is 4, and the embedding config"):
+            persia.nn.Embedding("fixed", 4)(torch.tensor([1]))
+        module = persia.nn.Embedding("fixed", 3)
+        optimizer = persia.optim.Adam(module.parameters(), lr=0.1)
+        module(torch.tensor([1])).sum().backward()
+        with pytest.raises(ConfigError, match="its servers step rows by sgd"):
+            optimizer.step()
+
+
+def test_tables_declared_later_and_of_other_optimizers_get_stores() -> None:
+    one = persia.nn.Embedding("first store", 2)
+    persia.optim.SGD(one.parameters(), lr=0.1)
+    one(torch.tensor([1]))
+    two, three = persia.nn.Embedding("later", 2), persia.nn.Embedding("later too", 2)
+    persia.optim.SGD([*two.parameters(), *three.parameters()], lr=0.3)
+    two(torch.tensor([1]))
+    homes = [home_of(module._tables[0]) for module in (one, two, three)]
+    assert homes[0] is not homes[1]
+    assert homes[1] is homes[2]

@@ -1,0 +1,69 @@
+"""``save`` and ``load``: a model and its rows, as one checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import persia.nn
+import persia.optim
+from persia.errors import CheckpointError, ConfigError
+
+
+def a_model(suffix: str = "") -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "user": persia.nn.Embedding(f"saved user{suffix}", 3, is_new=True),
+            "item": persia.nn.Embedding(f"saved item{suffix}", 3, is_new=True),
+            "top": nn.Linear(3, 1),
+        }
+    )
+
+
+def train(model: nn.ModuleDict, *optimizers: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        ids = torch.arange(10)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model["top"](model["user"](ids) * model["item"](ids)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
+    are_apart: bool, tmp_path: Path
+) -> None:
+    model = a_model("s" if are_apart else "")
+    optimizers: list[torch.optim.Optimizer] = [persia.optim.Adagrad(model.parameters(), lr=0.1)]
+    if are_apart:  # two stores
+        optimizers = [
+            persia.optim.Adagrad(model["user"].parameters(), lr=0.1),
+            persia.optim.SGD(
+                [*model["item"].parameters(), *model["top"].parameters()], lr=0.1, momentum=0.9
+            ),
+        ]
+    train(model, *optimizers)
+    persia.nn.save(model, tmp_path, *optimizers)
+    ids = torch.arange(10)
+    train(model, *optimizers)
+    after = [model[name](ids).detach() for name in ("user", "item")]
+    persia.nn.load(model, tmp_path, *optimizers)
+    assert not torch.equal(model["user"](ids), after[0])
+    train(model, *optimizers)
+    for name, rows in zip(("user", "item"), after, strict=True):
+        assert torch.equal(model[name](ids), rows)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="got Linear with none"):
+        persia.nn.save(nn.Linear(2, 2), tmp_path)
+    model = a_model()
+    persia.optim.SGD(model.parameters(), lr=0.1)
+    model["user"](torch.arange(3))
+    persia.nn.save(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"looks up in|no rows of table"):
+        persia.nn.load(a_model("x"), tmp_path)

@@ -1,0 +1,237 @@
+"""``persia.optim``: steps, rates, clipping and scaling as torch's optimizers do them."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+import persia.nn
+import persia.optim
+from persia.errors import ConfigError
+from tests.support.twins import ROWS, Twins, batches, twins
+
+
+def _run(
+    both: Twins,
+    place: int,
+    batch: tuple[torch.Tensor, ...],
+    to_clear: torch.optim.Optimizer | None,
+) -> float:
+    if to_clear is not None:
+        to_clear.zero_grad()
+    loss = both.losses(batch)[place]
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_200_steps_equal_torchs(optimizer: str, mode: str) -> None:
+    both = twins(optimizer, mode=mode)
+    for batch in batches(200):
+        ours, theirs = both.losses(batch)
+        assert abs(ours.item() - theirs.item()) < 1e-5
+        both.our_optimizer.zero_grad()
+        both.torch_optimizer.zero_grad()
+        ours.backward()  # type: ignore[no-untyped-call]
+        theirs.backward()  # type: ignore[no-untyped-call]
+        both.our_optimizer.step()
+        both.torch_optimizer.step()
+    both.assert_equal()
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "rmsprop"])
+def test_where_every_row_is_met_moments_equal_torchs(optimizer: str) -> None:
+    both = twins(optimizer)
+    for users, _, labels in batches(50):
+        # All rows of both tables, or torch's would step rows without a gradient.
+        batch = torch.arange(ROWS).view(-1, 1), torch.arange(ROWS), labels.repeat(2)[:ROWS]
+        ours, theirs = both.losses(batch)
+        assert abs(ours.item() - theirs.item()) < 1e-5
+        both.our_optimizer.zero_grad()
+        both.torch_optimizer.zero_grad()
+        ours.backward()  # type: ignore[no-untyped-call]
+        theirs.backward()  # type: ignore[no-untyped-call]
+        both.our_optimizer.step()
+        both.torch_optimizer.step()
+        assert users.shape[1] == 3
+    both.assert_equal()
+
+
+def test_gradients_of_four_backwards_are_one_step() -> None:
+    both = twins("adagrad")
+    for number, batch in enumerate(batches(40), start=1):
+        ours, theirs = both.losses(batch)
+        (ours / 4).backward()  # type: ignore[no-untyped-call]
+        (theirs / 4).backward()  # type: ignore[no-untyped-call]
+        if number % 4 == 0:
+            both.our_optimizer.step()
+            both.torch_optimizer.step()
+            both.our_optimizer.zero_grad()
+            both.torch_optimizer.zero_grad()
+    both.assert_equal()
+
+
+def test_closures_schedulers_and_forgotten_zero_grad_act_as_torchs() -> None:
+    both = twins("sgd")
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(one, 0.8)
+        for one in (both.our_optimizer, both.torch_optimizer)
+    ]
+    for number, batch in enumerate(batches(12)):
+        values = []
+        for place, optimizer in enumerate((both.our_optimizer, both.torch_optimizer)):
+            # Every third time gradients of the last step stay.
+            closure = partial(_run, both, place, batch, optimizer if number % 3 else None)
+            values.append(optimizer.step(closure))
+        assert values[0] == pytest.approx(values[1], abs=1e-5)
+        for schedule in schedules:
+            schedule.step()
+    assert both.our_optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.8**12)
+    both.assert_equal()
+
+
+def test_global_norm_clipping_counts_rows_exactly() -> None:
+    both = twins("sgd")
+    for batch in batches(20):
+        ours, theirs = both.losses(batch)
+        both.our_optimizer.zero_grad()
+        both.torch_optimizer.zero_grad()
+        (ours * 50).backward()  # type: ignore[no-untyped-call]
+        (theirs * 50).backward()  # type: ignore[no-untyped-call]
+        norms = [
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            for net in (both.ours, both.torchs)
+        ]
+        assert norms[0] == pytest.approx(norms[1].item(), rel=1e-4)
+        both.our_optimizer.step()
+        both.torch_optimizer.step()
+    both.assert_equal()
+
+
+def test_a_grad_scaler_unscales_and_skips() -> None:
+    both = twins("adagrad")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12) for _ in range(2)]
+    for number, batch in enumerate(batches(12)):
+        losses = both.losses(batch)
+        before = both.ours.item.weight.detach() + 0
+        for scaler, loss, optimizer in zip(
+            scalers, losses, (both.our_optimizer, both.torch_optimizer), strict=True
+        ):
+            optimizer.zero_grad()
+            # A loss that is inf makes every gradient inf or NaN.
+            scaler.scale(loss * (float("inf") if number == 5 else 1.0)).backward()  # type: ignore[no-untyped-call]
+            if number % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        if number == 5:
+            assert torch.equal(both.ours.item.weight.detach() + 0, before)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    both.assert_equal()
+
+
+def test_fused_steps_in_backward() -> None:
+    both = twins("sgd")
+    fused = persia.optim.SGD(persia.nn.sparse_parameters(both.ours), lr=0.1, fused=True)
+    dense = torch.optim.SGD(persia.nn.dense_parameters(both.ours), lr=0.1)
+    for batch in batches(10):
+        ours, theirs = both.losses(batch)
+        both.torch_optimizer.zero_grad()
+        dense.zero_grad()
+        ours.backward()  # type: ignore[no-untyped-call]
+        theirs.backward()  # type: ignore[no-untyped-call]
+        dense.step()
+        fused.step()
+        both.torch_optimizer.step()
+    both.assert_equal()
+
+
+def test_clipping_by_row_and_table() -> None:
+    module = persia.nn.Embedding("clipped", 4, num_embeddings=2)
+    module.weight.data.zero_()
+    optimizer = persia.optim.SGD(
+        persia.nn.sparse_parameters(module), lr=1.0, max_row_norm=1.0, max_norm=1.0
+    )
+    out = module(torch.tensor([0, 1]))
+    (out * torch.tensor([[30.0], [0.1]])).sum().backward()
+    optimizer.step()
+    rows = module.weight.detach() + 0
+    # Row 0 is cut from 60 to 1, row 1 stays at 0.2; then both by the norm of the two.
+    whole = (1.0 + 0.2**2) ** 0.5
+    assert rows[0].norm() == pytest.approx(1.0 / whole, rel=1e-4)
+    assert rows[1].norm() == pytest.approx(0.2 / whole, rel=1e-4)
+
+
+def test_weight_bound_and_freeze() -> None:
+    module = persia.nn.Embedding("bounded", 4, num_embeddings=1)
+    module.weight.data.zero_()
+    optimizer = persia.optim.SGD(persia.nn.sparse_parameters(module), lr=1.0, weight_bound=0.5)
+    module(torch.tensor([0])).sum().backward()
+    optimizer.step()
+    assert (module.weight.detach() + 0).tolist() == [[-0.5] * 4]
+    module.requires_grad_(False)
+    out = module(torch.tensor([0, 7]))
+    assert not out.requires_grad
+    assert out[1].tolist() == [0.0] * 4  # no row, and none is made
+
+
+def test_zero_grad_of_the_model_clears_rows_too() -> None:
+    module = persia.nn.Embedding("cleared", 2, num_embeddings=1)
+    module.weight.data.zero_()
+    optimizer = persia.optim.SGD(persia.nn.sparse_parameters(module), lr=1.0)
+    module(torch.tensor([0])).sum().backward()
+    module.zero_grad()
+    optimizer.step()
+    assert (module.weight.detach() + 0).tolist() == [[0.0, 0.0]]
+    module(torch.tensor([0])).sum().backward()
+    optimizer.step()
+    assert (module.weight.detach() + 0).tolist() == [[-1.0, -1.0]]
+
+
+def test_another_optimizer_takes_the_rows_over() -> None:
+    module = persia.nn.Embedding("moved", 2, num_embeddings=3)
+    persia.optim.SGD(persia.nn.sparse_parameters(module), lr=1.0)
+    before = module(torch.arange(3)).detach()
+    optimizer = persia.optim.Adam(persia.nn.sparse_parameters(module), lr=0.5)
+    assert torch.equal(module(torch.arange(3)).detach(), before)
+    module(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    after = module(torch.arange(3)).detach()
+    assert torch.equal(after[0], before[0])
+    assert torch.allclose(after[1], before[1] - 0.5, atol=1e-4)
+
+
+def test_forgetting_the_optimizer_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = persia.nn.Embedding("forgotten", 2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(8):
+            module(torch.tensor([0])).sum().backward()
+    (record,) = caplog.records
+    assert "'forgotten'" in record.message
+    assert "persia.optim.Adagrad(persia.nn.sparse_parameters(model)" in record.message
+
+
+def test_detached_outputs_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = persia.nn.Embedding("detached", 2)
+    persia.optim.SGD(persia.nn.sparse_parameters(module), lr=1.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(120):
+            module(torch.tensor([0])).detach()
+    (record,) = caplog.records
+    assert "detached" in record.message
+    assert "torch.no_grad()" in record.message
+
+
+def test_parameters_without_a_table_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"persia\.nn\.sparse_parameters\(model\)"):
+        persia.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    module = persia.nn.Embedding("mixed", 2)
+    model = torch.nn.Sequential(module, torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"persia\.nn\.dense_parameters\(model\)"):
+        persia.optim.Lion(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="max_norm must be above 0"):
+        persia.optim.SGD(persia.nn.sparse_parameters(model), lr=0.1, max_norm=0)
