@@ -1,13 +1,19 @@
-r"""AUC and GAUC of a stream of batches: ``update`` and ``reset`` here, ``compute`` over ranks.
+r"""Metrics of a stream of batches: ``update`` and ``reset`` here, ``compute`` over ranks.
+
+Of clicks as a whole: ``AUC``, ``LogLoss``, ``NormalizedEntropy`` and ``Calibration``. Of each
+user, session or query by itself: ``GAUC``, ``RecallAtK`` and ``NDCG``.
 
 ``AUC`` counts clicks and others by bins of the score. A bin is a stretch of float32 numbers in
 their own order, narrow where scores are small, so probabilities and logits need no range: the
 bits of a score are an integer that orders like it, and their first log2(bins) are the bin.
 Pairs of one bin count half, see ``AUC.error_bound``.
 
-``GAUC`` needs the scores of each group together. It keeps them, up to a bound; beyond it whole
-groups go, those whose hash is above a threshold that falls: what stays is a fair sample of
-groups, the same ones on every rank. See ``GAUC.standard_error``.
+Metrics by group need the scores of each group together. They keep them, up to a bound; beyond
+it whole groups go, those whose hash is above a threshold that falls: what stays is a fair
+sample of groups, the same ones on every rank. See ``GAUC.standard_error``.
+
+The order of equal scores is chance, on which no metric depends: each is the mean over all such
+orders.
 
 The methods are those of torchmetrics, whose base class would be a second way for state to
 travel between ranks, where one addition of counts is enough.
@@ -15,6 +21,8 @@ travel between ranks, where one addition of counts is enough.
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,18 +38,43 @@ if TYPE_CHECKING:
 
     Values = torch.Tensor | ArrayLike
 
-__all__ = ["AUC", "GAUC"]
+__all__ = [
+    *("AUC", "GAUC", "NDCG", "Calibration", "LogLoss", "NormalizedEntropy", "RecallAtK"),
+]
 
 _FLOAT_BITS = 32
 _HASHES = 1 << 64
 
 
-class _Metric:
-    """What AUC and GAUC share: being called, and when ranks are asked."""
+class _Metric(ABC):
+    """What all share: being called, and when ranks are asked."""
 
     def __init__(self, sync_on_compute: bool, process_group: Any) -> None:
         self.sync_on_compute = sync_on_compute
         self.process_group = process_group
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget every sample."""
+
+    @abstractmethod
+    def compute(self) -> torch.Tensor:
+        """Return the value over all samples so far, of all ranks: f64 []."""
+
+    if TYPE_CHECKING:  # the arguments differ
+
+        def update(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Count a batch as ``update`` does; return the value of it alone, of this rank."""
+        self.update(*args, **kwargs)
+        alone = copy.copy(self)
+        alone.sync_on_compute = False
+        alone.reset()
+        alone.update(*args, **kwargs)
+        return alone.compute()
+
+    __call__ = forward
 
     def _is_shared(self) -> bool:
         """Whether other ranks have counts of their own."""
@@ -155,15 +188,6 @@ class AUC(_Metric):
         pairs = float(negative.sum()) * float(positive.sum())
         return float((negative * positive).sum()) / 2 / pairs if pairs else 0.0
 
-    def forward(self, preds: Values, target: Values) -> torch.Tensor:
-        """Count a batch, and return the AUC of it alone, of this rank."""
-        self.update(preds, target)
-        own = AUC(self.bins, sync_on_compute=False)
-        own.update(preds, target)
-        return own.compute()
-
-    __call__ = forward
-
     def merge_state(self, other: Self) -> None:
         """Add the samples of another one, which stays as it is.
 
@@ -207,7 +231,260 @@ class AUC(_Metric):
         return negative, positive
 
 
-class GAUC(_Metric):
+class _Probabilities(_Metric):
+    """What is computed from sums over samples of a probability and a target.
+
+    Args:
+        from_logits: Whether ``preds`` are logits, as models of ``BCEWithLogitsLoss`` give
+            them, and not probabilities.
+        sync_on_compute: As of ``AUC``.
+        process_group: As of ``AUC``.
+    """
+
+    def __init__(
+        self,
+        *,
+        from_logits: bool = False,
+        sync_on_compute: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(sync_on_compute, process_group)
+        self.from_logits = from_logits
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every sample."""
+        self._sums: torch.Tensor | None = None  # f64 [6], as ``_Sums`` names them
+
+    def update(self, preds: Values, target: Values) -> None:
+        """Count the samples of a batch.
+
+        Args:
+            preds: Probabilities, or logits, of any shape, on any device.
+            target: As many, above 0.5 for the positive ones.
+
+        Raises:
+            DataError: If the numbers of elements differ.
+        """
+        scores, targets = _flat(preds), _flat(target)
+        _check_lengths(preds=scores, target=targets)
+        positive, wide = (targets > 0.5).to(scores.device), scores.double()
+        if self.from_logits:
+            # log(1 + e^-x) of a positive one, log(1 + e^x) of others: no digit is lost.
+            losses = torch.logaddexp(torch.where(positive, -wide, wide), torch.zeros_like(wide))
+            wide, outside = wide.sigmoid(), torch.zeros_like(positive)
+        else:
+            # A certain prediction that is wrong would cost infinitely much.
+            least = torch.finfo(scores.dtype if scores.is_floating_point() else wide.dtype).eps
+            inside = wide.clamp(least, 1 - least)
+            losses = -torch.where(positive, inside, 1 - inside).log()
+            outside = (wide < 0) | (wide > 1)
+        columns = torch.ones_like(wide), positive, wide, losses, wide.isnan(), outside
+        # Counted without waiting for the device; ``compute`` says what was wrong.
+        sums = torch.stack([column.sum(dtype=torch.float64) for column in columns])
+        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
+
+    def merge_state(self, other: Self) -> None:
+        """Add the samples of another one, which stays as it is."""
+        if other._sums is not None:
+            mine = torch.zeros_like(other._sums) if self._sums is None else self._sums
+            self._sums = mine + other._sums.to(mine)
+
+    def compute(self) -> torch.Tensor:
+        """Return the value over all samples so far, of all ranks: f64 [], NaN without any.
+
+        Raises:
+            DataError: If a prediction was NaN, or no probability where one is expected.
+        """
+        mine = np.zeros(6) if self._sums is None else self._sums.cpu().numpy()
+        if self._is_shared():
+            mine = self._gathered(mine).reshape(-1, len(mine)).sum(0)
+        sums = _Sums(*mine.tolist())
+        _check_no_nan(int(sums.num_nan))
+        if sums.num_outside:
+            raise DataError(
+                f"preds: expected probabilities in 0..1, got {int(sums.num_outside)} others; "
+                f"of logits write {type(self).__name__}(from_logits=True)"
+            )
+        return torch.tensor(self._value(sums), dtype=torch.float64)
+
+    @abstractmethod
+    def _value(self, sums: _Sums) -> float:
+        """Return the metric."""
+
+
+class _Sums(NamedTuple):
+    """Sums over samples."""
+
+    num: float
+    positives: float
+    predicted: float  # of probabilities
+    loss: float  # of -log(probability of the target), in nats
+    num_nan: float
+    num_outside: float  # no probabilities
+
+
+class LogLoss(_Probabilities):
+    """Mean of -log(probability of the target), in nats: the binary cross entropy.
+
+    Probabilities of 0 and 1 are moved inside by the smallest difference that their dtype has
+    at 1, as scikit-learn does; logits are taken as they are.
+
+    Example:
+        >>> metric = LogLoss()
+        >>> metric.update([0.5, 0.5], [0, 1])
+        >>> round(float(metric.compute()), 4)
+        0.6931
+    """
+
+    def _value(self, sums: _Sums) -> float:
+        return sums.loss / sums.num if sums.num else float("nan")
+
+
+class NormalizedEntropy(_Probabilities):
+    """The log loss, divided by that of predicting the mean of the targets for each sample.
+
+    1 is as good as knowing nothing but the rate of clicks, 0 is perfect; unlike the log loss
+    it can be compared between data of different rates. NaN without both targets. The formula is
+    that of He et al., "Practical Lessons from Predicting Clicks on Ads at Facebook" (2014).
+
+    Example:
+        >>> metric = NormalizedEntropy()
+        >>> metric.update([0.25, 0.25, 0.25, 0.25], [0, 0, 0, 1])
+        >>> float(metric.compute())
+        1.0
+    """
+
+    def _value(self, sums: _Sums) -> float:
+        if not 0 < sums.positives < sums.num:
+            return float("nan")
+        rate = sums.positives / sums.num
+        entropy = -rate * np.log(rate) - (1 - rate) * np.log1p(-rate)
+        return float(sums.loss / sums.num / entropy)
+
+
+class Calibration(_Probabilities):
+    """The sum of the predicted probabilities, divided by the number of positive targets.
+
+    1 is calibrated on the whole; above, the model promises more clicks than come. NaN without
+    a positive target.
+
+    Example:
+        >>> metric = Calibration()
+        >>> metric.update([0.5, 0.25, 0.25, 0.5], [0, 0, 0, 1])
+        >>> float(metric.compute())
+        1.5
+    """
+
+    def _value(self, sums: _Sums) -> float:
+        return sums.predicted / sums.positives if sums.positives else float("nan")
+
+
+class _ByGroup(_Metric):
+    """The mean of a value of each group, of all of them up to ``max_samples`` kept."""
+
+    _target_dtype: type[np.generic] = np.bool_
+
+    def __init__(self, max_samples: int, sync_on_compute: bool, process_group: Any) -> None:
+        super().__init__(sync_on_compute, process_group)
+        if max_samples < 1:
+            raise ConfigError(f"max_samples must be at least 1, got {max_samples!r}")
+        self.max_samples = max_samples
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every sample."""
+        # Kept are the groups whose hash is below; 2**64 keeps all.
+        self._below = _HASHES
+        self._pieces: list[_Samples] = []
+        self._num_held = 0
+        # Of groups that were whole in their batch: how many, and the sum of their values.
+        self._whole = np.zeros(2)
+
+    @property
+    def fraction(self) -> float:
+        """The share of groups that this rank still keeps; 1 is all of them."""
+        return self._below / _HASHES
+
+    def compute(self) -> torch.Tensor:
+        """Return the mean over all groups so far, of all ranks: f64 [], NaN without any."""
+        return torch.tensor(self._estimate()[0], dtype=torch.float64)
+
+    def standard_error(self) -> float:
+        """Return the standard error of ``compute``: 0 until groups are sampled.
+
+        All ranks call it.
+        """
+        return self._estimate()[1]
+
+    def merge_state(self, other: Self) -> None:
+        """Add the samples of another one, which stays as it is."""
+        self._below = min(self._below, other._below)
+        self._whole = self._whole + other._whole
+        for piece in other._pieces:
+            self._keep(piece)
+
+    @abstractmethod
+    def _values(self, samples: _Samples) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the weights and values of the groups that have one, f64 [groups] each."""
+
+    def _add(self, preds: torch.Tensor, targets: torch.Tensor, groups: Values) -> None:
+        """Keep the samples of a batch, checked."""
+        scores, of = _flat(preds), _flat(groups)
+        _check_lengths(preds=scores, target=targets, groups=of)
+        _check_no_nan(int(torch.isnan(scores).sum()))
+        if of.is_floating_point():
+            raise DataError(f"groups: expected integers, got {of.dtype}")
+        self._keep(
+            _Samples(
+                of.to(torch.int64).cpu().numpy().view(np.uint64),
+                scores.double().cpu().numpy(),
+                targets.cpu().numpy().astype(self._target_dtype, copy=False),
+            )
+        )
+
+    def _keep(self, samples: _Samples) -> None:
+        if self._below < _HASHES:
+            samples = samples.of_groups_below(self._below)
+        self._pieces.append(samples)
+        self._num_held += len(samples.scores)
+        while self._num_held > self.max_samples:
+            whole = _joined(self._pieces)
+            if len(np.unique(whole.groups)) == 1:
+                raise DataError(
+                    f"group {whole.groups[0]} alone has {self._num_held} samples, expected at "
+                    f"most max_samples = {self.max_samples}"
+                )
+            self._below //= 2
+            self._pieces = [whole.of_groups_below(self._below)]
+            self._num_held = len(self._pieces[0].scores)
+
+    def _estimate(self) -> tuple[float, float]:
+        samples, below, whole = _joined(self._pieces), self._below, self._whole
+        if self._is_shared():
+            # In units of 2**-32: a threshold is 2**64 divided by a power of two.
+            below = int(self._gathered(np.array([below >> 32])).min()) << 32
+            samples = samples.of_groups_below(below)
+            samples = _Samples(
+                self._gathered(samples.groups.view(np.int64)).view(np.uint64),
+                self._gathered(samples.scores),
+                self._gathered(samples.targets.astype(self._target_dtype, copy=False)),
+            )
+            whole = self._gathered(whole).reshape(-1, 2).sum(0)
+        weights, values = self._values(samples)
+        fraction = below / _HASHES  # each group kept stands for 1 / fraction of them
+        num_whole, sum_whole = whole * fraction
+        total = float(weights.sum()) + num_whole
+        if not total:
+            return float("nan"), 0.0
+        mean = (float((weights * values).sum()) + sum_whole) / total
+        spread = float(((weights * (values - mean)) ** 2).sum()) * (1 - fraction)
+        return float(mean), float(
+            np.sqrt(spread * len(values) / max(len(values) - 1, 1)) / total
+        )
+
+
+class GAUC(_ByGroup):
     """Mean AUC of the groups (users, sessions), weighted by their numbers of samples.
 
     Groups without both targets have no AUC and are left out, as usual.
@@ -235,23 +512,7 @@ class GAUC(_Metric):
         sync_on_compute: bool = True,
         process_group: Any = None,
     ) -> None:
-        super().__init__(sync_on_compute, process_group)
-        if max_samples < 1:
-            raise ConfigError(f"max_samples must be at least 1, got {max_samples!r}")
-        self.max_samples = max_samples
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget every sample."""
-        # Kept are the groups whose hash is below; 2**64 keeps all.
-        self._below = _HASHES
-        self._pieces: list[_Samples] = []
-        self._num_held = 0
-
-    @property
-    def fraction(self) -> float:
-        """The share of groups that this rank still keeps; 1 is all of them."""
-        return self._below / _HASHES
+        super().__init__(max_samples, sync_on_compute, process_group)
 
     def update(self, preds: Values, target: Values, groups: Values) -> None:
         """Keep the samples of a batch.
@@ -264,80 +525,214 @@ class GAUC(_Metric):
         Raises:
             DataError: If the numbers of elements differ, or a score is NaN.
         """
-        scores, targets, of = _flat(preds), _flat(target), _flat(groups)
-        _check_lengths(preds=scores, target=targets, groups=of)
-        _check_no_nan(int(torch.isnan(scores).sum()))
-        if of.is_floating_point():
-            raise DataError(f"groups: expected integers, got {of.dtype}")
-        self._keep(
-            _Samples(
-                of.to(torch.int64).cpu().numpy().view(np.uint64),
-                scores.double().cpu().numpy(),
-                (targets > 0.5).cpu().numpy(),
-            )
-        )
+        self._add(torch.as_tensor(preds), _flat(target) > 0.5, groups)
 
-    def compute(self) -> torch.Tensor:
-        """Return the GAUC of all samples so far, of all ranks: f64 [], NaN without any pair."""
-        return torch.tensor(self._estimate()[0], dtype=torch.float64)
+    def _values(self, samples: _Samples) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return _group_aucs(samples)
 
-    def standard_error(self) -> float:
-        """Return the standard error of ``compute``: 0 until groups are sampled.
 
-        All ranks call it.
+class _Ranked(_ByGroup):
+    """The gain of the ``k`` best candidates of each group, as a share of what it could be.
+
+    Args:
+        k: Candidates of a group that count, the best by score.
+        max_samples: Samples kept of groups that are given by ``groups``, as of ``GAUC``.
+        sync_on_compute: As of ``AUC``.
+        process_group: As of ``AUC``.
+    """
+
+    def __init__(
+        self,
+        k: int | None,
+        max_samples: int = 1 << 22,
+        *,
+        sync_on_compute: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        if k is not None and (isinstance(k, bool) or not isinstance(k, int) or k < 1):
+            raise ConfigError(f"k must be a whole number, at least 1, got {k!r}")
+        super().__init__(max_samples, sync_on_compute, process_group)
+        self.k = k
+
+    def update(self, preds: Values, target: Values, groups: Values | None = None) -> None:
+        """Count the candidates of a batch.
+
+        Args:
+            preds: Scores; only their order within a group matters. Without ``groups`` of
+                [queries, candidates]: each row is a group, of which only a sum is kept.
+            target: As many: what each candidate is worth.
+            groups: As many integers: the user, session or query of each candidate. The
+                candidates of a group may come in several batches, and to several ranks.
+
+        Raises:
+            DataError: If the numbers of elements differ, a score is NaN, or a target is none.
         """
-        return self._estimate()[1]
-
-    def forward(self, preds: Values, target: Values, groups: Values) -> torch.Tensor:
-        """Keep a batch, and return the GAUC of it alone, of this rank."""
-        self.update(preds, target, groups)
-        own = GAUC(self.max_samples, sync_on_compute=False)
-        own.update(preds, target, groups)
-        return own.compute()
-
-    __call__ = forward
+        scores = torch.as_tensor(preds).detach()
+        gains = self._gains(torch.as_tensor(target).detach())
+        if groups is not None:
+            self._add(scores, gains.reshape(-1), groups)
+            return
+        if scores.dim() != 2 or scores.shape != gains.shape:
+            raise DataError(
+                "expected preds and target of [queries, candidates] each, or groups=, got "
+                f"{list(scores.shape)} and {list(gains.shape)}"
+            )
+        _check_no_nan(int(torch.isnan(scores).sum()))
+        num = scores.shape[1] if self.k is None else min(self.k, scores.shape[1])
+        most = self._most_of_rows(gains, num).cpu().numpy()
+        has_any = most > 0
+        values = self._of_rows(scores, gains.to(scores.device), num)[has_any] / most[has_any]
+        self._whole = self._whole + np.array([len(values), values.sum()])
 
     def merge_state(self, other: Self) -> None:
-        """Add the samples of another one, which stays as it is."""
-        self._below = min(self._below, other._below)
-        for piece in other._pieces:
-            self._keep(piece)
+        """Add the samples of another one, which stays as it is.
 
-    def _keep(self, samples: _Samples) -> None:
-        if self._below < _HASHES:
-            samples = samples.of_groups_below(self._below)
-        self._pieces.append(samples)
-        self._num_held += len(samples.scores)
-        while self._num_held > self.max_samples:
-            whole = _joined(self._pieces)
-            if len(np.unique(whole.groups)) == 1:
-                raise DataError(
-                    f"group {whole.groups[0]} alone has {self._num_held} samples, expected at "
-                    f"most max_samples = {self.max_samples}"
-                )
-            self._below //= 2
-            self._pieces = [whole.of_groups_below(self._below)]
-            self._num_held = len(self._pieces[0].scores)
+        Raises:
+            ConfigError: If it has another k.
+        """
+        if other.k != self.k:
+            name = type(self).__name__
+            raise ConfigError(f"k: expected another {name} of {self.k}, got {other.k}")
+        super().merge_state(other)
 
-    def _estimate(self) -> tuple[float, float]:
-        samples, below = _joined(self._pieces), self._below
-        if self._is_shared():
-            # In units of 2**-32: a threshold is 2**64 divided by a power of two.
-            below = int(self._gathered(np.array([below >> 32])).min()) << 32
-            samples = samples.of_groups_below(below)
-            samples = _Samples(
-                self._gathered(samples.groups.view(np.int64)).view(np.uint64),
-                self._gathered(samples.scores),
-                self._gathered(samples.targets),
+    @abstractmethod
+    def _gains(self, target: torch.Tensor) -> torch.Tensor:
+        """Return what each candidate is worth, checked."""
+
+    @abstractmethod
+    def _discounts(self, num: int) -> torch.Tensor:
+        """Return what a gain counts at each of the first places: f64 [num]."""
+
+    @abstractmethod
+    def _most_of_rows(self, gains: torch.Tensor, num: int) -> torch.Tensor:
+        """Return the discounted gain that each row could have: f64 [queries]."""
+
+    @abstractmethod
+    def _most(self, samples: _Samples, num: int) -> NDArray[np.float64]:
+        """Return the same of each group, in ascending order."""
+
+    def _of_rows(
+        self, scores: torch.Tensor, gains: torch.Tensor, num: int
+    ) -> NDArray[np.float64]:
+        """Return the discounted gain of each row's best: f64 [queries]."""
+        top, places = scores.topk(num, dim=1)
+        picked = gains.double().gather(1, places)
+        if 0 < num < scores.shape[1]:
+            # Which of those that are equal at the end ``topk`` has picked is chance.
+            is_last = scores == top[:, -1:]
+            mean = (gains.double() * is_last).sum(1, keepdim=True) / is_last.sum(
+                1, keepdim=True
             )
-        weights, aucs = _group_aucs(samples)
-        if not len(aucs):
-            return float("nan"), 0.0
-        total = float(weights.sum())
-        mean = float((weights * aucs).sum()) / total
-        missing = 1 - below / _HASHES
-        spread = float(((weights * (aucs - mean)) ** 2).sum()) * missing
-        return mean, float(np.sqrt(spread * len(aucs) / max(len(aucs) - 1, 1))) / total
+            picked = torch.where(top == top[:, -1:], mean, picked)
+        rows = np.repeat(np.arange(len(scores), dtype=np.uint64), num)
+        flat = (_flat(column.double()).cpu().numpy() for column in (top, picked))
+        found = _discounted(_Samples(rows, *flat), self._discounts(num).numpy())
+        return found if num else np.zeros(len(scores))
+
+    def _values(self, samples: _Samples) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        largest = int(np.unique(samples.groups, return_counts=True)[1].max(initial=0))
+        num = largest if self.k is None else min(self.k, largest)
+        found, most = (
+            _discounted(samples, self._discounts(num).numpy()),
+            self._most(samples, num),
+        )
+        has_any = most > 0
+        return np.ones(int(has_any.sum())), found[has_any] / most[has_any]
+
+
+class RecallAtK(_Ranked):
+    """Mean share of the relevant candidates of a group that are among its ``k`` best.
+
+    With one relevant candidate each it is the hit rate. Groups without any are left out.
+
+    Raises:
+        ConfigError: If ``k`` or ``max_samples`` is below 1.
+
+    Example:
+        >>> metric = RecallAtK(2)
+        >>> metric.update([[0.9, 0.5, 0.1], [0.1, 0.5, 0.9]], [[1, 0, 1], [0, 0, 1]])
+        >>> float(metric.compute())
+        0.75
+    """
+
+    def __init__(
+        self,
+        k: int,
+        max_samples: int = 1 << 22,
+        *,
+        sync_on_compute: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        if k is None:
+            raise ConfigError("k must be a whole number, at least 1, got None")
+        super().__init__(
+            k, max_samples, sync_on_compute=sync_on_compute, process_group=process_group
+        )
+
+    def _gains(self, target: torch.Tensor) -> torch.Tensor:
+        return target > 0.5
+
+    def _discounts(self, num: int) -> torch.Tensor:
+        return torch.ones(num, dtype=torch.float64)
+
+    def _most_of_rows(self, gains: torch.Tensor, num: int) -> torch.Tensor:
+        return gains.double().sum(1)
+
+    def _most(self, samples: _Samples, num: int) -> NDArray[np.float64]:
+        places = np.unique(samples.groups, return_inverse=True)[1]
+        return np.bincount(places, samples.targets).astype(np.float64)
+
+
+class NDCG(_Ranked):
+    """Normalised discounted cumulative gain: a candidate's worth counts less further down.
+
+    At place 1, 2, ... of a group it counts 1 / log2(place + 1), up to place ``k`` (None: all),
+    and the sum is divided by that of the best order (Jarvelin and Kekalainen, 2002). Targets
+    are gains as they are, as in scikit-learn; give 2**grade - 1 for the other usual form.
+    Groups in which nothing is worth anything are left out.
+
+    Raises:
+        ConfigError: If ``k`` or ``max_samples`` is below 1.
+
+    Example:
+        >>> metric = NDCG()
+        >>> metric.update([0.9, 0.5, 0.1, 0.2, 0.3], [0, 1, 0, 0, 2], groups=[7, 7, 7, 8, 8])
+        >>> round(float(metric.compute()), 4)
+        0.8155
+    """
+
+    _target_dtype = np.float64  # 24 bytes a sample
+
+    def __init__(
+        self,
+        k: int | None = None,
+        max_samples: int = 1 << 22,
+        *,
+        sync_on_compute: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(
+            k, max_samples, sync_on_compute=sync_on_compute, process_group=process_group
+        )
+
+    def _gains(self, target: torch.Tensor) -> torch.Tensor:
+        gains = target.double()
+        num_wrong = int((~((gains >= 0) & gains.isfinite())).sum())
+        if num_wrong:
+            raise DataError(
+                f"target: expected finite numbers from 0 on, got {num_wrong} others"
+            )
+        return gains
+
+    def _discounts(self, num: int) -> torch.Tensor:
+        return 1 / torch.log2(torch.arange(2, num + 2, dtype=torch.float64))
+
+    def _most_of_rows(self, gains: torch.Tensor, num: int) -> torch.Tensor:
+        return gains.topk(num, dim=1).values @ self._discounts(num).to(gains.device)
+
+    def _most(self, samples: _Samples, num: int) -> NDArray[np.float64]:
+        by_gain = samples._replace(scores=samples.targets)
+        return _discounted(by_gain, self._discounts(num).numpy())
 
 
 class _Samples(NamedTuple):
@@ -345,7 +740,7 @@ class _Samples(NamedTuple):
 
     groups: NDArray[np.uint64]
     scores: NDArray[np.float64]
-    targets: NDArray[np.bool_]
+    targets: NDArray[Any]  # whether positive, or a gain
 
     def of_groups_below(self, below: int) -> _Samples:
         """Return those of groups whose hash is below a threshold."""
@@ -373,18 +768,14 @@ def _group_aucs(samples: _Samples) -> tuple[NDArray[np.float64], NDArray[np.floa
     """Return the numbers of samples, and the AUCs, of the groups that have both targets."""
     if not len(samples.scores):
         return np.empty(0), np.empty(0)
-    order = np.lexsort((samples.scores, samples.groups))
-    groups, scores = samples.groups[order], samples.scores[order]
+    order, first_of_group, first_of_score, group_of_score = _stretches(
+        samples.groups, samples.scores
+    )
     positive = samples.targets[order].astype(np.float64)
     negative = 1 - positive
-    is_new_group = np.append(True, groups[1:] != groups[:-1])
-    is_new_score = is_new_group | np.append(True, scores[1:] != scores[:-1])
-    # By stretches of one score, then by groups of such stretches.
-    first_of_score, first_of_group = np.flatnonzero(is_new_score), np.flatnonzero(is_new_group)
     negatives = np.add.reduceat(negative, first_of_score)
     positives = np.add.reduceat(positive, first_of_score)
-    group_of_score = np.cumsum(is_new_group)[first_of_score] - 1
-    num = np.diff(np.append(first_of_group, len(groups))).astype(np.float64)
+    num = np.diff(np.append(first_of_group, len(order))).astype(np.float64)
     num_negative = np.add.reduceat(negative, first_of_group)
     num_positive = num - num_negative
     before_group = np.cumsum(num_negative) - num_negative
@@ -392,6 +783,40 @@ def _group_aucs(samples: _Samples) -> tuple[NDArray[np.float64], NDArray[np.floa
     won = np.bincount(group_of_score, positives * (below + negatives / 2), len(num))
     both = (num_negative > 0) & (num_positive > 0)
     return num[both], won[both] / num_positive[both] / num_negative[both]
+
+
+def _discounted(samples: _Samples, discounts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sum of each group's gains by its best scores, discounted: f64 [groups].
+
+    Equal scores share what their places count, as over all orders of them in the mean.
+    """
+    if not len(samples.scores):
+        return np.empty(0)
+    order, first_of_group, first_of_score, group_of_score = _stretches(
+        samples.groups, -samples.scores
+    )
+    lengths = np.diff(np.append(first_of_group, len(order)))
+    places = np.arange(len(order)) - np.repeat(first_of_group, lengths)
+    counts = np.append(discounts, 0.0)[np.minimum(places, len(discounts))]
+    gains = np.add.reduceat(samples.targets[order].astype(np.float64), first_of_score)
+    lengths = np.diff(np.append(first_of_score, len(order)))
+    shares = gains / lengths * np.add.reduceat(counts, first_of_score)
+    return np.bincount(group_of_score, shares, len(first_of_group)).astype(np.float64)
+
+
+def _stretches(
+    groups: NDArray[np.uint64], scores: NDArray[np.float64]
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Return the order by group and score, and in it where groups and equal scores begin.
+
+    The last array has the number of the group of each stretch of equal scores.
+    """
+    order = np.lexsort((scores, groups))
+    groups, scores = groups[order], scores[order]
+    is_new_group = np.append(True, groups[1:] != groups[:-1])
+    is_new_score = is_new_group | np.append(True, scores[1:] != scores[:-1])
+    first_of_group, first_of_score = np.flatnonzero(is_new_group), np.flatnonzero(is_new_score)
+    return order, first_of_group, first_of_score, np.cumsum(is_new_group)[first_of_score] - 1
 
 
 def _bin_of(scores: torch.Tensor, bins: int) -> torch.Tensor:

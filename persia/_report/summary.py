@@ -163,9 +163,8 @@ def _charts(recorder: Recorder) -> list[Chart]:
     for name, key in _reported(recorder).items():
         points = _points(recorder, key)
         if len(points) > 1:  # a single value is a tile, and no curve
-            title = name.upper() if name in ("auc", "gauc") else name
             series = (ChartSeries(name, _rounded(points)),)
-            charts.append(Chart(title, "as reported", series))
+            charts.append(Chart(_title(name), "as reported", series))
     for title, unit, over_time, lines in _CHARTS:
         of_all = tuple(
             ChartSeries(label, _rounded(_points(recorder, name, over_time)))
@@ -173,6 +172,24 @@ def _charts(recorder: Recorder) -> list[Chart]:
         )
         charts.append(Chart(title, unit, of_all, over_time, from_zero=True))
     return charts
+
+
+# How a chart of what is reported under a usual name is called.
+_TITLES = {
+    **{name: name.upper() for name in ("auc", "gauc", "ndcg")},
+    "log_loss": "Log loss",
+    "normalized_entropy": "Normalized entropy",
+    "calibration": "Calibration",
+    "recall": "Recall",
+}
+
+
+def _title(name: str) -> str:
+    """``recall_at_10`` -> ``Recall@10``."""
+    stem, _, k = name.partition("_at_")
+    if k.isdecimal() and stem in _TITLES:
+        return f"{_TITLES[stem]}@{k}"
+    return _TITLES.get(name, name)
 
 
 def _rounded(points: Points) -> Points:

@@ -91,6 +91,32 @@ def test_a_reported_number_that_is_nan_is_shown_and_counted(tmp_path: Path) -> N
     assert [one[:2] for one in found.warnings] == [("auc not finite", 1)]
 
 
+def test_usual_measures_have_their_names_as_titles(tmp_path: Path) -> None:
+    usual = {
+        "auc": "AUC",
+        "gauc": "GAUC",
+        "ndcg": "NDCG",
+        "log_loss": "Log loss",
+        "normalized_entropy": "Normalized entropy",
+        "calibration": "Calibration",
+        "recall_at_10": "Recall@10",
+        "ndcg_at_5": "NDCG@5",
+        "click_at_5": "click_at_5",
+        "auc_at_": "auc_at_",
+        "validation_auc": "validation_auc",
+    }
+    with build(report=tmp_path / "run.json") as ctx:
+        for value in (0.25, 0.5):
+            ctx.report(**dict.fromkeys(usual, value))
+        shown = dict(ctx.top().headline())
+    found = run.load(tmp_path / "run.json")
+    titles = [chart.title for chart in found.charts if chart.unit == "as reported"]
+    assert titles == list(usual.values())
+    tiles = dict(found.tiles)
+    for name in usual:
+        assert (tiles[f"{name}, last"], shown[name]) == ("0.5000", "0.5")
+
+
 def test_only_a_recorded_run_can_be_reported(tmp_path: Path) -> None:
     with build() as ctx, pytest.raises(ConfigError, match=r"TrainCtx\(report='report.html'\)"):
         ctx.write_report(tmp_path / "report.html")
