@@ -53,7 +53,7 @@ def array_of_ids(given: Any) -> NDArray[Any]:
     if hasattr(given, "detach"):
         given = given.detach().cpu().numpy()
     ids = np.asarray(given)
-    if ids.dtype.kind not in "fO" or not isinstance(given, list | tuple):
+    if ids.dtype.kind not in ("f", "O") or not isinstance(given, list | tuple):
         return ids
     # Others stay what NumPy makes of them, which is refused.
     if all(isinstance(x, int | np.integer) and -(2**63) <= x < 2**64 for x in given):
