@@ -119,7 +119,10 @@ def test_export_keeps_lookups_as_nodes() -> None:
     users, items, _ = next(batches(1))
     program = torch.export.export(both.ours.eval(), (users, items))
     found = [node for node in program.graph.nodes if node.target is ops.lookup.default]
-    assert [node.args[5] for node in found] == [[both.ours.user.table], [both.ours.item.table]]
+    assert [node.args[5] for node in found] == [
+        [both.ours.user.table_name],
+        [both.ours.item.table_name],
+    ]
     assert torch.equal(program.module()(users, items), both.ours(users, items))
 
 

@@ -323,8 +323,8 @@ def _find_home(table: ModuleTable) -> RowHome:
             atexit.register(_job.close)
         check_slot(table, _job)
         _configure(_job, table)
-        _homes[table] = _job
         _write_first_rows(table, _job)
+        _homes[table] = _job
         return _job
     config = env.embedding_config_path()
     if config is not None:
@@ -384,9 +384,10 @@ def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> RowHome
 
 
 def _write_first_rows(table: ModuleTable, home: RowHome) -> None:
-    rows, table.first_rows = table.first_rows, []
-    for ids, values in rows:
+    while table.first_rows:
+        ids, values = table.first_rows[0]
         home.write(table.name, ids, values)
+        del table.first_rows[0]  # not before: servers may have refused them
 
 
 def _slot(table: ModuleTable) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from persia import ops
+from persia._modules.rows import ModuleRows
 from persia._modules.tables import ModuleTable, declare
 from persia.errors import ConfigError, DataError
 from persia.nn.base import RowModule
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from persia.embedding import InitialValues
+    from persia.tables import Table
 
 
 class EmbeddingCollection(RowModule):
@@ -61,6 +63,12 @@ class EmbeddingCollection(RowModule):
             self.register_parameter(f"anchor_{place}", table.anchor)
         self.dims = [table.dim for table in tables]
         self.keys = [table.key for table in tables]
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The rows by id of each feature, where they are now."""
+        rows = (ModuleRows(table) for table in self._tables)
+        return dict(zip(self.features, rows, strict=True))
 
     def forward(self, features: Any) -> Any:
         """Return the vectors of all features; see the class."""

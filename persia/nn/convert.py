@@ -142,7 +142,7 @@ def _replacement(module: Any, path: str, initialization: InitialValues | None) -
     write_rows(found._tables[0], np.arange(len(values), dtype=np.uint64), values)
     found.anchor.requires_grad_(module.weight.requires_grad)
     found.to(weight.device, weight.dtype).train(module.training)
-    _warn_of_use(module.weight, found.table)
+    _warn_of_use(module.weight, found.table_name)
     return found
 
 

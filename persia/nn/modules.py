@@ -10,6 +10,7 @@ from torch import nn
 
 from persia import ops
 from persia._modules.lookups import PER_ID
+from persia._modules.rows import ModuleRows
 from persia._modules.tables import ModuleTable, declare, declare_new
 from persia.errors import ConfigError, DataError
 from persia.nn.base import RowModule
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from persia.embedding import InitialValues
+    from persia.tables import Table
 
 MODES = ("sum", "mean", "max")
 _numbers = itertools.count(1)  # of tables without a name
@@ -66,9 +68,18 @@ class TableModule(RowModule):
         self.anchor = tables[0].anchor
 
     @property
-    def table(self) -> str:
+    def table_name(self) -> str:
         """The name of its table."""
         return self._tables[0].name
+
+    @property
+    def table(self) -> Table:
+        """Its rows by id, where they are now: to read, write, delete, count and export.
+
+        Raises:
+            ConfigError: If the servers have no slot of this name.
+        """
+        return ModuleRows(self._tables[0])
 
     @property
     def weight(self) -> Any:
@@ -79,8 +90,8 @@ class TableModule(RowModule):
         """
         if self.num_embeddings is None:
             raise ConfigError(
-                f"table {self.table!r} has no fixed number of rows, so it has no weight; write "
-                f"{type(self).__name__}({self.table!r}, {self.embedding_dim}, "
+                f"table {self.table_name!r} has no fixed number of rows, so it has no weight; "
+                f"write {type(self).__name__}({self.table_name!r}, {self.embedding_dim}, "
                 "num_embeddings=...) to say which there are, or call the module with ids"
             )
         if torch.compiler.is_compiling():

@@ -72,7 +72,7 @@ class TableWeight(torch.Tensor):
         return assert_type
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TableWeight({self._module.table!r}, {list(self.shape)})"
+        return f"TableWeight({self._module.table_name!r}, {list(self.shape)})"
 
     @classmethod
     def __torch_function__(

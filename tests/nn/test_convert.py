@@ -70,7 +70,7 @@ def test_new_rows_begin_as_those_that_were_there() -> None:
 def test_models_of_one_process_do_not_share_by_chance() -> None:
     one = persia.nn.convert(nn.ModuleDict({"place": nn.Embedding(3, 2)}))
     two = persia.nn.convert(nn.ModuleDict({"place": nn.Embedding(3, 2)}))
-    assert [model["place"].table for model in (one, two)] == ["place", "place_2"]  # type: ignore[index]
+    assert [model["place"].table_name for model in (one, two)] == ["place", "place_2"]  # type: ignore[index]
 
 
 def test_a_penalty_over_the_old_weight_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,75 @@
+"""Models of persia.nn over two servers of their own processes, by one rank and by two."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.conftest import SCRIPTS
+from tests.support.processes import Cluster, run
+from tests.support.twins import DIM, Twins, batches, twins
+
+pytestmark = pytest.mark.slow  # jobs whose processes load torch
+
+SLOTS = {"slots_config": {name: {"dim": DIM, "pooling": "jagged"} for name in ("user", "item")}}
+NUM_STEPS = 200
+
+
+def train_torchs(both: Twins, steps: int) -> list[float]:
+    """Train the model of torch's modules; return its losses."""
+    losses = []
+    for users, items, labels in batches(steps):
+        both.torch_optimizer.zero_grad()
+        loss = ((both.torchs(users, items) - labels) ** 2).mean()
+        loss.backward()
+        both.torch_optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run_script(
+    directory: Path, optimizer: str, steps: int, *more: str, num_ranks: int = 1
+) -> dict[str, Any]:
+    """Train over two servers; return what the script found."""
+    output = directory / "found.pt"
+    words = [str(SCRIPTS / "modules.py"), optimizer, str(steps), str(output), *more]
+    with Cluster(SLOTS, num_servers=2, num_ranks=num_ranks) as cluster:
+        cluster.start_servers()
+        if num_ranks > 1:
+            ranks = ("--nproc-per-node", str(num_ranks))
+            process = cluster.start("nn-worker", "nn-worker", *ranks, *words)
+            assert process.wait(240.0) == 0, process.printed()
+        else:
+            ran = run(sys.executable, *words, env=cluster.environment, timeout_s=240.0)
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+    found: dict[str, Any] = torch.load(output, weights_only=True)
+    return found
+
+
+def assert_equal_torchs(found: dict[str, Any], both: Twins) -> None:
+    for name in ("user", "item", "top"):
+        theirs = getattr(both.torchs, name).weight.detach()
+        assert (found[name] - theirs).abs().max() < 1e-5, name
+
+
+def test_over_servers_200_steps_equal_torchs_and_those_of_one_process(tmp_path: Path) -> None:
+    found = run_script(tmp_path, "adagrad", NUM_STEPS, str(tmp_path / "saved"))
+    both = twins("adagrad")
+    assert found["losses"] == pytest.approx(train_torchs(both, NUM_STEPS), abs=1e-5)
+    # What the script did after its checkpoint, it did again after it was loaded.
+    for name in ("user", "item", "top"):
+        assert torch.equal(found["loaded"][name], found[name])
+        assert not torch.equal(found["after"][name], found[name])
+        assert torch.equal(found["again"][name], found["after"][name])
+    assert_equal_torchs(found, both)
+
+
+def test_two_ranks_train_as_one_does_on_the_joined_batch(tmp_path: Path) -> None:
+    found = run_script(tmp_path, "sgd", 40, str(tmp_path / "saved"), num_ranks=2)
+    both = twins("sgd")
+    train_torchs(both, 40)
+    assert_equal_torchs(found, both)
