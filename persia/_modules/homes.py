@@ -12,6 +12,7 @@ optimizer, gets a further store; nothing outside this module sees a difference.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import secrets
@@ -49,11 +50,11 @@ from persia.ctx.connection import Connection
 from persia.ctx.embedding import EmbeddingCtx
 from persia.embedding import Normal
 from persia.embedding.optim import SGD
-from persia.errors import ConfigError, InternalError, did_you_mean
+from persia.errors import ConfigError, InternalError, NotConfigured, did_you_mean
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -164,7 +165,8 @@ class RowHome:
         if self._keeps_ids:
             worker = self.worker
             batch.register_again = lambda error: worker.register(request)
-        result: LookupResult = self.worker.lookup_direct(request)
+        with self._says_what_to_write(features[0].name):
+            result: LookupResult = self.worker.lookup_direct(request)
         if result.ref is None:
             raise InternalError(f"the lookup of batch {batch.batch_id} left no ref")
         batch.ref = result.ref
@@ -232,9 +234,24 @@ class RowHome:
         self.wait()
         for begin in range(0, len(signs), _ROWS_PER_WRITE):
             part = slice(begin, begin + _ROWS_PER_WRITE)
-            self.worker.set_embedding(
-                [TableEntries(slot.table, signs[part], values[part], None)]
-            )
+            entries = TableEntries(slot.table, signs[part], values[part], None)
+            with self._says_what_to_write(name):
+                self.worker.set_embedding([entries])
+
+    @contextlib.contextmanager
+    def _says_what_to_write(self, name: str) -> Iterator[None]:
+        """Say of servers without an optimizer what gives them one."""
+        try:
+            yield
+        except NotConfigured as exc:
+            if self.session is not None:
+                raise
+            raise NotConfigured(
+                f"table {name!r}: its servers know no optimizer yet, without which a new row "
+                "has no state; make one of persia.optim first, as "
+                "persia.optim.Adagrad(persia.nn.sparse_parameters(model), lr=0.05), or call "
+                "the model in eval()"
+            ) from exc
 
     def check_optimizer(self, table: ModuleTable) -> None:
         """Refuse to step rows of a context whose servers have another optimizer for them."""

@@ -3,22 +3,29 @@
 The format is that of contexts: the model's state dict, in which each module has a reference to
 its tables, is a dense file beside the rows. Tables whose optimizers differ are in several
 stores; the first one's checkpoint is in the folder, others' are below it, written before.
+
+Of several ranks all call it, as rows are what all of them have trained: rank 0 writes or loads
+the rows when the updates of all are applied, and none goes on before.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from persia import env
 from persia._files.open import folder_url
 from persia._modules.homes import RowHome, home_of
 from persia._modules.tables import ModuleTable
 from persia._training import checkpoint
-from persia.errors import CheckpointError, ConfigError
+from persia._training.ranks import DEFAULT_TIMEOUT_S, RankGroup
+from persia.errors import CheckpointError, ConfigError, ServiceError, ServiceTimeout
 from persia.nn.base import RowModule
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -35,6 +42,8 @@ def save(
 ) -> None:
     """Write a model, optimizers and the rows of its tables, all of this moment.
 
+    Each of several ranks calls it, and rank 0 writes; see the module.
+
     Args:
         model: A model with modules of ``persia.nn``.
         path: A folder, or a URL that fsspec knows.
@@ -42,8 +51,9 @@ def save(
         keep_last: How many checkpoints of the folder to keep.
 
     Raises:
-        ConfigError: If the model has no tables.
+        ConfigError: If the model has no tables, or ranks have no process group.
         CheckpointError: If a file cannot be written.
+        ServiceError: If another rank failed, has gone or did not come.
     """
     keep_last = checkpoint.check_keep_last(keep_last)
     url = folder_url(path, "path")
@@ -56,12 +66,13 @@ def save(
         found = {name: checkpoint.state_of(one) for name, one in dense.items()}
         return {**found, _STORES: checkpoint.serialized(names)}
 
-    writers = [checkpoint.CheckpointWriter(home.worker) for home, _ in stores]
-    for home, _ in stores:
-        home.wait()
-    frozen = [writer.begin(0, dict if place else files) for place, writer in enumerate(writers)]
-    for place in reversed(range(len(writers))):  # the one with the dense files last
-        writers[place].finish(frozen[place], _folder(url, place), keep_last, blocking=True)
+    def write() -> None:
+        writers = [checkpoint.CheckpointWriter(home.worker) for home, _ in stores]
+        frozen = [one.begin(0, dict if place else files) for place, one in enumerate(writers)]
+        for place in reversed(range(len(writers))):  # the one with the dense files last
+            writers[place].finish(frozen[place], _folder(url, place), keep_last, blocking=True)
+
+    _by_rank_0("save", lambda: _await_updates(stores), write)
 
 
 def load(
@@ -76,17 +87,37 @@ def load(
 
     Raises:
         CheckpointError: If there is no checkpoint, or it does not fit.
+        ConfigError: If ranks have no process group.
+        ServiceError: If another rank failed, has gone or did not come.
     """
     url = folder_url(path, "path")
-    opened = checkpoint.Checkpoint(url)
     dense: dict[str, Any] = {_MODEL: model}
     dense |= {_OPTIMIZER.format(place): one for place, one in enumerate(optimizers)}
-    states = opened.fitting(dense, map_location)
-    folders = _folders_of(opened, url)
+    states: dict[str, Any] = {}
+    folders: dict[str, str] = {}
+    stores = _stores_of(model)
+
+    def prepare() -> None:
+        opened = checkpoint.Checkpoint(url)
+        states.update(opened.fitting(dense, map_location))
+        folders.update(_folders_of(opened, url))
+        _await_updates(stores)
+
+    _by_rank_0("load", prepare, lambda: _load_rows(stores, folders, url))
+    for _, tables in stores:
+        for table in tables:
+            table.padding_rows.clear()
+            table.note_change()
+    for name, state in states.items():
+        checkpoint.put_dense(dense[name], state, name)
+
+
+def _load_rows(
+    stores: list[tuple[RowHome, list[ModuleTable]]], folders: Mapping[str, str], url: str
+) -> None:
     readers = []
     try:
-        for home, tables in _stores_of(model):
-            home.wait()
+        for home, tables in stores:
             by_folder: dict[str, list[str]] = {}
             for table in tables:
                 if table.name not in folders:
@@ -103,12 +134,59 @@ def load(
     finally:
         for reader in readers:
             reader.drop()
-    for _, tables in _stores_of(model):
-        for table in tables:
-            table.padding_rows.clear()
-            table.note_change()
-    for name, state in states.items():
-        checkpoint.put_dense(dense[name], state, name)
+
+
+def _by_rank_0(what: str, prepare: Callable[[], None], act: Callable[[], None]) -> None:
+    """Prepare on every rank, then act on rank 0; return when it has, on every rank."""
+    rank, world_size = env.get_rank() or 0, env.get_world_size() or 1
+    if world_size > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"persia.nn.{what}: this is rank {rank} of {world_size}, without a process group; "
+            "write torch.distributed.init_process_group() first"
+        )
+    try:
+        group = RankGroup(world_size, rank, DEFAULT_TIMEOUT_S)
+    except RuntimeError as exc:
+        raise ServiceTimeout(
+            f"persia.nn.{what}: rank {rank} waited {DEFAULT_TIMEOUT_S:g} s for the others: all "
+            "ranks call it, not rank 0 alone",
+            role="nn-worker",
+        ) from exc
+    try:
+        _in_step(group, f"until all can {what}", prepare)
+        _in_step(group, f"until rank 0 has done its {what}", act if rank == 0 else None)
+    finally:
+        group.leave()
+
+
+def _in_step(group: RankGroup, purpose: str, action: Callable[[], None] | None) -> None:
+    """Run an action, of ranks that have one; fail on all ranks where it fails on one."""
+    failure: BaseException | None = None
+    try:
+        if action is not None:
+            action()
+    except BaseException as exc:  # raised below, when the others know
+        failure = exc
+    try:
+        codes = group.meet(int(failure is not None), purpose)
+    except ServiceError:
+        if failure is None:
+            raise
+        codes = []
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if failed:
+        raise ServiceError(
+            f"persia.nn: waited {purpose}, and rank {failed[0]} failed; its output says why",
+            role="nn-worker",
+            replica=failed[0],
+        )
+
+
+def _await_updates(stores: list[tuple[RowHome, list[ModuleTable]]]) -> None:
+    for home, _ in stores:
+        home.wait()
 
 
 def _stores_of(model: torch.nn.Module) -> list[tuple[RowHome, list[ModuleTable]]]:

@@ -11,11 +11,17 @@ import torch
 
 from tests.distributed.conftest import SCRIPTS
 from tests.support.processes import Cluster, run
-from tests.support.twins import DIM, Twins, batches, twins
+from tests.support.twins import DIM, ROWS, Twins, batches, twins
 
 pytestmark = pytest.mark.slow  # jobs whose processes load torch
 
-SLOTS = {"slots_config": {name: {"dim": DIM, "pooling": "jagged"} for name in ("user", "item")}}
+SLOTS = {
+    "slots_config": {
+        "user": {"dim": DIM, "pooling": "jagged"},
+        "item": {"dim": DIM, "pooling": "jagged"},
+        "late": {"dim": 2, "pooling": "jagged"},
+    }
+}
 NUM_STEPS = 200
 
 
@@ -56,16 +62,41 @@ def assert_equal_torchs(found: dict[str, Any], both: Twins) -> None:
         assert (found[name] - theirs).abs().max() < 1e-5, name
 
 
+def assert_goes_on(found: dict[str, Any], tolerance: float) -> None:
+    """What the script did after its checkpoint, it did again after that was loaded."""
+    for name in ("user", "item", "top"):
+        assert torch.equal(found["loaded"][name], found[name])
+        assert not torch.equal(found["after"][name], found[name])
+        difference = (found["again"][name] - found["after"][name]).abs().max()
+        assert difference <= tolerance
+
+
 def test_over_servers_200_steps_equal_torchs_and_those_of_one_process(tmp_path: Path) -> None:
     found = run_script(tmp_path, "adagrad", NUM_STEPS, str(tmp_path / "saved"))
     both = twins("adagrad")
     assert found["losses"] == pytest.approx(train_torchs(both, NUM_STEPS), abs=1e-5)
-    # What the script did after its checkpoint, it did again after it was loaded.
-    for name in ("user", "item", "top"):
-        assert torch.equal(found["loaded"][name], found[name])
-        assert not torch.equal(found["after"][name], found[name])
-        assert torch.equal(found["again"][name], found["after"][name])
     assert_equal_torchs(found, both)
+    alone = twins("adagrad")
+    for (users, items, labels), loss in zip(batches(NUM_STEPS), found["losses"], strict=True):
+        alone.our_optimizer.zero_grad()
+        ours = ((alone.ours(users, items) - labels) ** 2).mean()
+        ours.backward()
+        alone.our_optimizer.step()
+        assert ours.item() == pytest.approx(loss, abs=1e-6)
+    assert_goes_on(found, 0.0)
+    assert_rows_by_id(found)
+    # Without an optimizer nothing is trained, and nothing that was written is lost.
+    assert "NotConfigured" in found["refused"]
+    assert "persia.optim" in found["refused"]
+    assert found["late"].tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+
+
+def assert_rows_by_id(found: dict[str, Any]) -> None:
+    assert torch.equal(found["read"], found["again"]["user"])
+    assert found["before"] == ROWS
+    assert found["written"].tolist() == [[1.0] * DIM] * 2
+    assert found["deleted"] == 2
+    assert found["ids"] == [0, 1, 2, *range(5, ROWS), 1 << 40]
 
 
 def test_two_ranks_train_as_one_does_on_the_joined_batch(tmp_path: Path) -> None:
@@ -73,3 +104,5 @@ def test_two_ranks_train_as_one_does_on_the_joined_batch(tmp_path: Path) -> None
     both = twins("sgd")
     train_torchs(both, 40)
     assert_equal_torchs(found, both)
+    # Sums of two ranks' updates are rounded in the order in which they come.
+    assert_goes_on(found, 1e-5)

@@ -10,6 +10,7 @@ from torch import nn
 
 import persia.nn
 import persia.optim
+from persia import env
 from persia.errors import CheckpointError, ConfigError
 
 
@@ -67,3 +68,18 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     persia.nn.save(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"looks up in|no rows of table"):
         persia.nn.load(a_model("x"), tmp_path)
+
+
+def test_ranks_without_a_process_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = a_model("r")
+    persia.optim.SGD(model.parameters(), lr=0.1)
+    model["user"](torch.arange(3))
+    model["item"](torch.arange(3))
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(env, "_place", None)
+    for call in (persia.nn.save, persia.nn.load):
+        with pytest.raises(ConfigError, match="rank 0 of 2, without a process group"):
+            call(model, tmp_path)

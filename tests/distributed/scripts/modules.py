@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import persia.nn
-from tests.support.twins import BATCH, ROWS, Twins, batches, twins
+import persia.optim
+from persia.errors import PersiaError
+from tests.support.twins import BATCH, DIM, ROWS, Twins, batches, twins
 
 
 def own_part(batch: tuple[torch.Tensor, ...], rank: int, world_size: int) -> Any:
@@ -54,14 +56,40 @@ def state(both: Twins) -> dict[str, torch.Tensor]:
     return found
 
 
+def use_before_an_optimizer() -> dict[str, Any]:
+    """Write rows and look them up while the servers know no optimizer, and then again."""
+    module, ids = persia.nn.Embedding("late", 2, num_embeddings=3), torch.arange(3)
+    module.weight.copy_(torch.arange(6.0).view(3, 2))
+    found = {}
+    try:
+        module(ids)
+    except PersiaError as exc:
+        found["refused"] = f"{type(exc).__name__}: {exc}"
+    persia.optim.Adagrad(module.parameters(), lr=0.1)
+    found["late"] = module(ids).detach()
+    return found
+
+
+def rows_by_id(both: Twins) -> dict[str, Any]:
+    """Read, write, count and drop rows of a table, and look one up again."""
+    table = both.ours.user.table
+    found = {"read": torch.from_numpy(table.read(torch.arange(ROWS))), "before": len(table)}
+    table.write([3, 1 << 40], torch.ones(2, DIM))
+    found["written"] = both.ours.user(torch.tensor([[3], [1 << 40]])).detach()
+    found["deleted"] = table.delete([3, 4, 1 << 41])
+    found["ids"] = sorted(key for key, _ in table)
+    return found
+
+
 def main() -> None:
     optimizer, steps, output, *folder = sys.argv[1:]
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")
+    found: dict[str, Any] = {} if world_size > 1 else use_before_an_optimizer()
     both = twins(optimizer)
     torch.manual_seed(rank)  # as scripts do to shuffle by rank
-    found: dict[str, Any] = {"losses": train(both, int(steps), rank, world_size)}
+    found["losses"] = train(both, int(steps), rank, world_size)
     found |= state(both)
     if folder:
         persia.nn.save(both.ours, folder[0], both.our_optimizer)
@@ -71,6 +99,8 @@ def main() -> None:
         found["loaded"] = state(both)
         train(both, 3, rank, world_size, seed=2)
         found["again"] = state(both)
+    if world_size == 1:
+        found |= rows_by_id(both)
     if rank == 0:
         torch.save(found, output)
     if world_size > 1:
