@@ -32,7 +32,7 @@ ROWS = (
     {"_server", "_worker", "_training"},
     {"_loader", "_cluster", "_report", "_serving", "distributed", "metrics", "service"},
     {"data", "readers", "sampling", "serving", "ctx", "prelude"},
-    {"launcher", "helper", "_cli", "compat"}
+    {"launcher", "helper", "_cli", "_k8s", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
@@ -138,10 +138,12 @@ ROOMS_OF = {
     "msgpack": {"_rpc"},
     "pydantic": {"config", "_files"},
     "jinja2": {"_report"},
-    "click": {"launcher", "_cli"},
+    "click": {"launcher", "_cli", "k8s_utils"},
     "cloudpickle": {"_cli", "_serving", "helper"},
-    "starlette": {"_serving"},
-    "uvicorn": {"_serving"},
+    "starlette": {"_serving", "_k8s"},
+    "uvicorn": {"_serving", "_k8s"},
+    "kopf": {"_k8s"},
+    "aiohttp": {"_k8s"},
     "grpc": {"_serving"},
     "google": {"_serving"},
     "orjson": {"_serving"},
