@@ -21,7 +21,7 @@ _SCALARS: Mapping[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
     int: {"type": "integer", "format": "int32"},
 }
-REPLICA_COUNTS = ("desired", "ready", "succeeded", "failed", "restarts")
+REPLICA_COUNTS = ("desired", "running", "ready", "succeeded", "failed", "restarts")
 # What the operator writes.
 _COUNT = {"type": "integer", "format": "int32"}
 _TIME = {"type": "string", "format": "date-time"}
