@@ -2,15 +2,19 @@
 
 persia-k8s-utils render -f job.yml | kubectl apply -f -
 persia-k8s-utils gencrd --output jobs.persia.com.yaml
+persia-k8s-utils operator
+persia-k8s-utils server --port 8080
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from persia._cli.errors import HELP, OneLineGroup, Refused, example
+from persia._cluster.process import set_up_logging
 from persia._k8s.crd import crd
 from persia._k8s.plan import ENGINES, SERVER, TRAINER
 from persia._k8s.render import as_yaml, render
@@ -27,7 +31,7 @@ from persia.version import __version__
 )
 @click.version_option(__version__, prog_name="persia-k8s-utils")
 def cli() -> None:
-    """Write training jobs for Kubernetes."""
+    """Write training jobs for Kubernetes, and run them there."""
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -116,6 +120,64 @@ def gencrd(output: Path | None) -> None:
     except OSError as exc:
         raise Refused(f"--output: cannot write {output}: {exc.strerror}") from exc
     click.echo(output)
+
+
+def _need(*libraries: str) -> None:
+    """Refuse, in one line, where a library of the extra is not installed."""
+    for name in libraries:
+        if find_spec(name) is None:
+            todo = "pip install 'persia[k8s]'"
+            raise Refused(f"expected {name}, which is not installed: {todo}")
+
+
+@cli.command("operator", **example("persia-k8s-utils operator --namespace training"))
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    help="Namespace with jobs, and may be given several times; all if not given.",
+)
+@click.option("--server-image", help="Image of roles without torch that name none.")
+@click.option("--nn-worker-image", help="Image of nn-workers that name none.")
+@click.option("--once", is_flag=True, help="Look at every job once, and exit.")
+def operator(
+    namespaces: tuple[str, ...],
+    server_image: str | None,
+    nn_worker_image: str | None,
+    once: bool,
+) -> None:
+    """Make PersiaJobs run: create what they need, keep their status, and end them.
+
+    Reaches the cluster by its pod's service account, or as kubectl is configured.
+    """
+    _need("kopf", "aiohttp")
+    from persia._k8s.operator import run_operator
+
+    set_up_logging("persia-operator")
+    try:
+        run_operator(namespaces, _images(server_image, nn_worker_image), is_once=once)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+
+
+@cli.command("server", **example("persia-k8s-utils server --port 8080"))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@click.option(
+    "--token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with the token that callers must show; needed unless --host is loopback.",
+)
+def server(host: str, port: int, token_file: Path | None) -> None:
+    """Serve the routes of the original's scheduler: apply, delete and list jobs over HTTP."""
+    _need("kopf", "aiohttp", "starlette", "uvicorn")
+    from persia._k8s.server import run_server
+
+    set_up_logging("persia-server")
+    try:
+        run_server(host, port, token_file)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -124,8 +124,6 @@ def _of_class(cls: Any) -> dict[str, Any]:
     }
     for name in properties.keys() - set(required):
         properties[name]["nullable"] = True  # as in the original's: a key without a value
-        if "enum" in properties[name]:
-            properties[name]["enum"] = [*properties[name]["enum"], None]
     found: dict[str, Any] = {"type": "object", "properties": properties}
     return {**found, "required": required} if required else found
 
@@ -146,7 +144,8 @@ def _of_hint(hint: Any) -> dict[str, Any]:
         (hint,) = (one for one in arguments if one is not type(None))
         return _of_hint(hint)
     if origin is Literal:
-        return {"type": "string", "enum": list(arguments)}
+        # No enum: kubectl refuses the null that a key without a value needs there.
+        return {"type": "string", "pattern": f"^({'|'.join(arguments)})$"}
     if origin is tuple:
         return {"type": "array", "items": _of_hint(arguments[0])}
     if origin is dict:

@@ -23,7 +23,7 @@ from typing import Any
 
 import kopf
 
-from persia._k8s.api import JOB_KIND, Api, ApiError, KubernetesApi
+from persia._k8s.api import JOB_KIND, Api, ApiError, KubernetesApi, log_in
 from persia._k8s.plan import JOB_LABEL, KEY_FILES, Plan
 from persia._k8s.pods import keys_secret
 from persia._k8s.reconcile import (
@@ -397,6 +397,11 @@ def _kopf_settings() -> kopf.OperatorSettings:
 
 def _registry(operator: Operator, kinds: Iterable[tuple[str, str]]) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
+
+    def credentials(**_: Any) -> kopf.ConnectionInfo:
+        return log_in()
+
+    kopf.on.login(registry=registry)(credentials)
 
     def watch(kind: str, *resource: str, **filters: Any) -> None:
         # Not async: nothing is waited for.

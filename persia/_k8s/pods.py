@@ -125,8 +125,18 @@ def _container(plan: Plan, role: RolePlan, number: int | None) -> dict[str, Any]
     if plan.job.spec.imagePullPolicy:
         found["imagePullPolicy"] = plan.job.spec.imagePullPolicy
     if role.spec.resources:
-        found["resources"] = dict(role.spec.resources)
+        found["resources"] = _quantities(role.spec.resources)
     return found
+
+
+def _quantities(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return resources with quantities as texts: as the API keeps them."""
+    return {
+        key: {name: str(value) for name, value in found.items()}
+        if isinstance(found, Mapping)
+        else found
+        for key, found in resources.items()
+    }
 
 
 def _arguments(plan: Plan, role: RolePlan, number: int | None) -> list[str]:

@@ -137,7 +137,7 @@ def _written(
     """Return the write of a status, if it is not the job's already."""
     before = job.get("status") or {}
     found = {
-        **status,
+        **{key: value for key, value in status.items() if value != ""},
         "observedGeneration": job["metadata"].get("generation", 0),
         "conditions": conditions(before.get("conditions") or [], changed, now.strftime(_TIME)),
     }

@@ -22,7 +22,9 @@ _MAX_SHOWN = 300
 def condition(kind: str, is_true: bool, reason: str, message: str) -> dict[str, Any]:
     """Return a condition, less the time at which it became so."""
     state = "True" if is_true else "False"
-    return {"type": kind, "status": state, "reason": reason, "message": message}
+    found = {"type": kind, "status": state, "reason": reason}
+    # Kubernetes 1.20 may take an empty text for null, and refuses it.
+    return {**found, "message": message} if message else found
 
 
 def conditions(

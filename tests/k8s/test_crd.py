@@ -27,7 +27,7 @@ SCHEMA = schema()
 
 def test_the_file_in_deploy_is_current() -> None:
     text = (ROOT / "deploy/crd/jobs.persia.com.yaml").read_text(encoding="utf-8")
-    # make deploy writes it.
+    # Otherwise: persia-k8s-utils gencrd --output deploy/crd/jobs.persia.com.yaml
     assert yaml.safe_load(text) == crd()
 
 

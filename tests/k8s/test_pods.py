@@ -61,6 +61,11 @@ def test_pods_of_trainers_know_where_they_meet_and_are_not_restarted() -> None:
     assert args[-2:] == ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
 
 
+def test_a_quantity_is_a_text_as_the_api_keeps_it() -> None:
+    resources = container(original(), "nn-worker")["resources"]
+    assert resources == {"limits": {"nvidia.com/gpu": "2"}}
+
+
 def test_a_command_of_the_user_stands_alone() -> None:
     document = original()
     document["spec"]["dataloader"] |= {"command": ["sh", "-c"], "args": ["sleep 1"]}

@@ -215,7 +215,7 @@ def test_what_the_api_refuses_is_the_message() -> None:
     cluster.api.refuses.clear()
     cluster.settle()
     assert kinds(cluster) == ALL
-    assert cluster.status["message"] == ""
+    assert "message" not in cluster.status
 
 
 def test_a_quota_that_pods_exceed_is_the_message() -> None:
