@@ -1,7 +1,7 @@
 """A TrainJob of Kubeflow Trainer (2.2 or later), and the TrainingRuntime that it needs.
 
 A TrainJob cannot change how many servers its runtime has, so each job brings a runtime of its
-own, in its namespace: nobody has to be the cluster's administrator.
+own, in its namespace, which takes no rights of the cluster's administrator.
 """
 
 from __future__ import annotations
