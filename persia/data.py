@@ -9,7 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sized
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from persia import _context_stack, env
 from persia._deprecated import names_of
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader", "IterableDataset", "IterableDatasetBase", "StreamingDataset"]
 
 logger = logging.getLogger(__name__)
+
+# As few batches in flight as cost no time.
+AUTO: Literal["auto"] = "auto"
 
 if not TYPE_CHECKING:  # where any name would be taken for one
     __getattr__ = names_of(__name__)
@@ -115,6 +118,15 @@ class _Numbered(IterableDataset):
             yield self._batches[number]
 
 
+def _check_staleness(value: Any) -> None:
+    is_number = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+    if value is not None and value != AUTO and not is_number:
+        raise ConfigError(
+            "embedding_staleness must be a whole number, at least 1, 'auto' or None, got "
+            f"{value!r:.80}"
+        )
+
+
 class DataLoader:
     """Iterates a dataset inside a context, with embeddings looked up ahead.
 
@@ -131,11 +143,12 @@ class DataLoader:
         forward_buffer_size: Batches looked up ahead of the loop.
         timeout_ms: How long the loop waits for a batch, in milliseconds.
         num_workers: Lookups at the same time.
-        reproducible: Look up and update in the dataset's order, which batches have in any
-            case; with ``embedding_staleness=1`` two runs give the same bits.
+        reproducible: Look up and update by a schedule that repeats, so that two runs give the
+            same bits; with several ranks only at a staleness of 1.
         embedding_staleness: Most batches between lookup and acknowledged update: a lookup
             misses one update fewer at most, those of other ranks apart. 1 is as synchronous
-            as torch. None is no bound but that of all buffers together.
+            as torch. ``"auto"`` is as few as cost no time, 10 at most, beginning with 1; with
+            ``reproducible`` it is 1. None is no bound but that of all buffers together.
         drop_last: With several ranks, what happens when one of them has no batch for a round:
             True ends the pass for all and counts what the others had as ``incomplete``; False
             lets them go on alone, by torch's ``Join``; not with ``reproducible``.
@@ -152,7 +165,7 @@ class DataLoader:
         timeout_ms: int = 1000 * 60 * 10,
         num_workers: int = 10,
         reproducible: bool = False,
-        embedding_staleness: int | None = 10,
+        embedding_staleness: int | Literal["auto"] | None = AUTO,
         *,
         drop_last: bool = True,
         allow_untrained: bool = False,
@@ -161,15 +174,14 @@ class DataLoader:
             ("forward_buffer_size", forward_buffer_size),
             ("timeout_ms", timeout_ms),
             ("num_workers", num_workers),
-            ("embedding_staleness", embedding_staleness),
         ):
             if value is not None and (not isinstance(value, Integral) or value < 1):
                 raise ConfigError(f"{name} must be a whole number, at least 1, got {value!r}")
-        if reproducible and embedding_staleness != 1:
+        _check_staleness(embedding_staleness)
+        if reproducible and embedding_staleness is None:
             logger.info(
                 "reproducible=True alone keeps the order of lookups and updates; for runs with "
-                "the same bits write embedding_staleness=1, too; it is %s",
-                embedding_staleness,
+                "the same bits it needs a bound, such as embedding_staleness=1; it is None"
             )
         is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
         if not is_iterable or isinstance(dataset, type | str):
@@ -212,6 +224,7 @@ class DataLoader:
         """Start one pass, in the mode of the current context."""
         # Here, as they load torch: a data-loader's script imports its dataset without it.
         from persia._training.forward import PassOptions
+        from persia._training.staleness import MOST
         from persia.ctx.embedding import EmbeddingCtx, batches_of
 
         ctx = _context_stack.current()
@@ -239,7 +252,10 @@ class DataLoader:
                 output_capacity=self.forward_buffer_size,
                 num_workers=self.num_workers,
                 reproducible=self.reproducible,
-                staleness=self.embedding_staleness,
+                staleness=MOST
+                if self.embedding_staleness == AUTO
+                else self.embedding_staleness,
+                is_adaptive=self.embedding_staleness == AUTO,
                 timeout_s=self.timeout_ms / 1000,
                 keeps_step=self.drop_last,
                 allow_untrained=self.allow_untrained,

@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,8 +62,36 @@ def _parse_list(text: str) -> list[str]:
     return items
 
 
+# host-{0..3}: a range; with leading zeros, {00..11}, every number has as many digits.
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+# Addresses that one range may stand for: a mistyped bound is an error and no full memory.
+_MAX_RANGE = 100_000
+
+
+def addresses_of(text: str) -> list[str]:
+    """Return the addresses that one with ranges stands for, or the one without.
+
+        ps-{0..2}.job:8888    ps-0.job:8888  ps-1.job:8888  ps-2.job:8888
+
+    Raises:
+        ValueError: If a range ends before it begins, or stands for too many addresses.
+    """
+    found = _RANGE.search(text)
+    if found is None:
+        return [text]
+    low, high = int(found[1]), int(found[2])
+    width = len(found[1]) if found[1].startswith("0") else 0
+    rest = addresses_of(text[found.end() :])
+    if not 0 <= high - low < _MAX_RANGE // len(rest):
+        raise ValueError(text)
+    before = text[: found.start()]
+    return [
+        f"{before}{number:0{width}}{tail}" for number in range(low, high + 1) for tail in rest
+    ]
+
+
 def _parse_addresses(text: str) -> list[str]:
-    items = _parse_list(text)
+    items = [address for item in _parse_list(text) for address in addresses_of(item)]
     for item in items:
         # A path may have spaces in it.
         address, *others = item.split()
@@ -92,6 +121,11 @@ def _parse_replica(text: str) -> int:
     return own_number() if text.strip().lower() == "auto" else int(text)
 
 
+def _parse_host(text: str) -> str:
+    """Return a host; of a list as Slurm writes it, ``gpu[03-05,9],cpu1``, the first one."""
+    return re.sub(r"\[(\d+)[-,\d]*\]", r"\1", text).partition(",")[0]
+
+
 def _parse_level(text: str) -> int:
     level = _LOG_LEVELS.get(text.strip().lower())
     if level is None:  # the variable is not ours alone, so this may be another program's
@@ -110,7 +144,11 @@ _REPLICA: ValueKind[int] = ValueKind(_parse_replica, "an integer")
 _FLAG: ValueKind[bool] = ValueKind(lambda text: _FLAGS[text.strip().lower()], "0 or 1")
 _SECONDS: ValueKind[float] = ValueKind(_parse_seconds, "a positive number of seconds")
 _PORT: ValueKind[int | Literal["off"] | None] = ValueKind(_parse_port, "a port or off")
-_ADDRESSES = ValueKind(_parse_addresses, "a list of addresses separated by commas")
+_HOST: ValueKind[str | None] = ValueKind(_parse_host, "a host")
+_ADDRESSES = ValueKind(
+    _parse_addresses,
+    "a list of addresses, such as host:8888 or host-{0..3}:8888, separated by commas",
+)
 _COPIES: ValueKind[list[list[str]] | None] = ValueKind(
     _parse_copies, "addresses, those of one server's copies with | between them, and commas"
 )
@@ -128,11 +166,12 @@ class Variable(Generic[Value]):
     kind: ValueKind[Value]
     doc: str = ""  # of docs/configuration.md; "" for those that PERSIA sets for its processes
     default: str = ""  # text; without one the value is None, as the kind's type says
-    fallback: str = ""  # another variable, read where this one is not set
+    fallbacks: tuple[str, ...] = ()  # other variables, of which the first that is set is read
 
     def __call__(self) -> Value:
         """Return the value; ConfigError if it is set to a text that its kind cannot parse."""
-        name = self.name if self.is_set() or not self.fallback else self.fallback
+        names = (self.name, *self.fallbacks)
+        name = next((one for one in names if os.environ.get(one)), self.name)
         text = os.environ.get(name) or self.default
         if not text:
             return cast("Value", None)
@@ -161,10 +200,37 @@ _replica_index = Variable(
     "Number of this replica; `auto`: as Compose or Kubernetes count.",
     "0",
 )
-master_address = Variable(
-    "MASTER_ADDR", _OPTIONAL_TEXT, "Host of rank 0, where torch's ranks meet."
+# The nodes that nn-workers run on: as torchrun calls them, and Slurm for the tasks of srun.
+num_nodes = Variable(
+    "PET_NNODES",
+    _COUNT,
+    "Number of nodes of `persia-launcher nn-worker`, or `SLURM_STEP_NUM_NODES`.",
+    "1",
+    fallbacks=("SLURM_STEP_NUM_NODES",),
 )
-master_port = Variable("MASTER_PORT", _INTEGER, "Port on that host.")
+node_rank = Variable(
+    "PET_NODE_RANK",
+    _COUNT,
+    "Number of this node, or `SLURM_NODEID`.",
+    "0",
+    fallbacks=("SLURM_NODEID",),
+)
+num_ranks_per_node = Variable(
+    "PET_NPROC_PER_NODE", _COUNT, "Number of ranks on each node.", "1"
+)
+master_address = Variable(
+    "MASTER_ADDR",
+    _HOST,
+    "Host of rank 0, where torch's ranks meet; or `PET_MASTER_ADDR`, or the first host of "
+    "`SLURM_STEP_NODELIST`.",
+    fallbacks=("PET_MASTER_ADDR", "SLURM_STEP_NODELIST"),
+)
+master_port = Variable(
+    "MASTER_PORT",
+    _INTEGER,
+    "Port on that host, or `PET_MASTER_PORT`.",
+    fallbacks=("PET_MASTER_PORT",),
+)
 
 # What a job is.
 global_config_path = Variable("PERSIA_GLOBAL_CONFIG", _PATH, "Path of the global config.")
@@ -198,7 +264,7 @@ embedding_worker_addresses = Variable(
     _ADDRESSES,
     "Addresses of the embedding-workers.",
     "127.0.0.1:8887",
-    fallback=embedding_worker_service.name,
+    fallbacks=(embedding_worker_service.name,),
 )
 serving_replicas = Variable(
     "PERSIA_SERVING_REPLICAS",

@@ -155,9 +155,24 @@ def _server_options(default_port: int) -> Callable[[Command], Command]:
     cls=ScriptCommand,
     **example("persia-launcher nn-worker train.py --nproc-per-node 2"),
 )
-@click.option("--nproc-per-node", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--nnodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(1),
+    default=env.num_ranks_per_node,
+    help="Number of ranks on this node; PET_NPROC_PER_NODE, or 1.",
+)
+@click.option(
+    "--node-rank",
+    type=click.IntRange(0),
+    default=env.node_rank,
+    help="Number of this node, from 0; PET_NODE_RANK, SLURM_NODEID, or 0.",
+)
+@click.option(
+    "--nnodes",
+    type=click.IntRange(1),
+    default=env.num_nodes,
+    help="Number of nodes; PET_NNODES, SLURM_STEP_NUM_NODES, or 1.",
+)
 @click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
 def nn_worker(
     nproc_per_node: int, node_rank: int, nnodes: int, filepath: tuple[str, ...]

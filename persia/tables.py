@@ -258,7 +258,7 @@ class Table:
 
         Raises:
             DimMismatch: The source has another dim, or states of another optimizer.
-            And what ``write``, or reading the source, raises.
+            PersiaError: What ``write``, or reading the source, raises.
         """
         self._check_writable("load")
         if source.dim != self.dim and source.num_rows != 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,20 @@ def _same_environment_after() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_stores_of_modules_after() -> Iterator[None]:
+    """Tables that modules of persia.nn have named live as long as the process."""
+    yield
+    homes = sys.modules.get("persia._modules.homes")
+    if homes is None or not homes._own:
+        return
+    sys.modules["persia._modules.tables"]._named.clear()
+    homes._homes.clear()
+    while homes._own:
+        homes._own.pop().close()
+    gc.collect()  # the threads of a store end with it
 
 
 @pytest.fixture

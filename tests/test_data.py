@@ -71,10 +71,12 @@ def test_what_cannot_be_iterated_is_refused(dataset: Any, message: str) -> None:
 
 def test_runs_that_are_not_bit_equal_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    DataLoader([], reproducible=True, embedding_staleness=1)
-    assert not caplog.text
+    for bound in (1, 10, "auto"):
+        DataLoader([], reproducible=True, embedding_staleness=bound)
     DataLoader([], reproducible=True)
-    assert "write embedding_staleness=1, too; it is 10" in caplog.text
+    assert not caplog.text
+    DataLoader([], reproducible=True, embedding_staleness=None)
+    assert "it needs a bound, such as embedding_staleness=1; it is None" in caplog.text
 
 
 def test_a_loader_is_as_long_as_its_dataset() -> None:

@@ -190,6 +190,62 @@ def test_addresses_have_commas_between_them(monkeypatch: Monkey) -> None:
     assert env.embedding_worker_addresses() == ["ipc:///my folder/a", "b:2"]
 
 
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("ps-{0..2}.job:8888", ["ps-0.job:8888", "ps-1.job:8888", "ps-2.job:8888"]),
+        ("a:1,h{08..10}:2", ["a:1", "h08:2", "h09:2", "h10:2"]),
+        ("h{1..2}:{5..6}", ["h1:5", "h1:6", "h2:5", "h2:6"]),
+        ("ipc:///tmp/{3..3}/s", ["ipc:///tmp/3/s"]),
+        ("{a..b}:1", ["{a..b}:1"]),
+    ],
+)
+def test_a_range_stands_for_its_addresses(
+    monkeypatch: Monkey, text: str, want: list[str]
+) -> None:
+    monkeypatch.setenv("PERSIA_NN_WORKERS", text)
+    assert env.nn_worker_addresses() == want
+
+
+@pytest.mark.parametrize("text", ["h{3..1}:1", "h{0..99999999999}:1", "h{0..999}:{0..999}"])
+def test_a_range_that_cannot_be_meant_names_its_variable(
+    monkeypatch: Monkey, text: str
+) -> None:
+    monkeypatch.setenv("PERSIA_NN_WORKERS", text)
+    with pytest.raises(
+        ConfigError, match=r"PERSIA_NN_WORKERS must be a list of addresses, such as"
+    ):
+        env.nn_worker_addresses()
+
+
+def test_where_ranks_meet_is_read_from_torchrun_and_slurm(monkeypatch: Monkey) -> None:
+    assert (env.master_address(), env.num_nodes(), env.node_rank()) == (None, 1, 0)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "4")
+    monkeypatch.setenv("SLURM_NODEID", "3")
+    for nodes, first in {
+        "gpu[03-05,9],cpu1": "gpu03",
+        "rack2-n[7,9]-ib,a": "rack2-n7-ib",
+        "r[1-2]n[0-3]": "r1n0",
+        "alone": "alone",
+        "a.x,b": "a.x",
+    }.items():
+        monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+        assert env.master_address() == first
+    assert (env.num_nodes(), env.node_rank()) == (4, 3)
+    # Kubeflow Trainer's, and torchrun's own, come before it.
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "job-node-0-0.job")
+    monkeypatch.setenv("PET_MASTER_PORT", "29500")
+    assert (env.num_nodes(), env.node_rank()) == (2, 1)
+    assert (env.master_address(), env.master_port()) == ("job-node-0-0.job", 29500)
+    monkeypatch.setenv("MASTER_ADDR", "[::1]")
+    assert env.master_address() == "[::1]"
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    with pytest.raises(ConfigError, match=r"PET_NNODES must be an integer, got '1:4'"):
+        env.num_nodes()
+
+
 def test_a_run_is_called_as_its_variable_or_its_folder(
     tmp_path: Path, monkeypatch: Monkey
 ) -> None:

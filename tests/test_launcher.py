@@ -59,6 +59,23 @@ def test_what_is_no_option_goes_to_the_script(
     assert ran == [(scripts.Script(Path("a.py"), arguments), *options)]
 
 
+def test_nodes_and_ranks_of_torchrun_s_variables_are_defaults(
+    ran: list[object], tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.py").touch()
+    for name, value in (("NNODES", 3), ("NODE_RANK", 2), ("NPROC_PER_NODE", 4)):
+        monkeypatch.setenv(f"PET_{name}", str(value))
+    assert invoke("nn-worker", "a.py") == (5, "")
+    assert invoke("nn-worker", "a.py", "--nnodes", "1", "--node-rank", "0") == (5, "")
+    script = scripts.Script(Path("a.py"))
+    assert ran == [(script, 4, 2, 3), (script, 4, 0, 1)]
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "auto")
+    status, text = invoke("nn-worker", "a.py")
+    assert status == 1
+    assert "PET_NPROC_PER_NODE must be an integer, got 'auto'" in text
+
+
 def test_scripts_named_in_the_environment(
     ran: list[object], tmp_path: Path, monkeypatch: Monkey
 ) -> None:

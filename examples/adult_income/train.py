@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class Options:
 
     seed: int = 3
     seeds: int = 0  # above 0: run seeds 1 to this one instead
-    staleness: int = 10
+    staleness: int | Literal["auto"] = "auto"
     reproducible: bool = False
     threads: int = 1
     servers: int = 1
@@ -210,7 +210,8 @@ def parse_args(argv: list[str] | None = None) -> Options:
     staleness = os.environ.get("EMBEDDING_STALENESS") or (
         1 if reproducible else default.staleness
     )
-    return Options(**vars(args), reproducible=reproducible, staleness=int(staleness))
+    bound: int | Literal["auto"] = "auto" if staleness == "auto" else int(staleness)
+    return Options(**vars(args), reproducible=reproducible, staleness=bound)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -92,7 +92,6 @@ def train(ctx: TrainCtx, options: Options) -> tuple[list[float], float]:
     loader = DataLoader(
         StreamingDataset(buffer_size=10),
         reproducible=options.reproducible,
-        embedding_staleness=1 if options.reproducible else 10,
     )
     loss_fn = torch.nn.BCEWithLogitsLoss()
     losses = []

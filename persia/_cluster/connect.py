@@ -124,12 +124,22 @@ def _connect(
 def _list_of(role: str, addresses: Sequence[str] | None = None) -> AddressList:
     read = _LISTS[role]
     variable = f"the list of {role}s given" if addresses else read.name
-    listed = addresses or read()
+    # Those of the environment have their ranges expanded already.
+    listed = [one for text in addresses or read() for one in _expanded(text, variable)]
     try:
         found = [normalized(address) for address in listed]
     except ConfigError as exc:
         raise ConfigError(f"{variable}: {exc}") from exc
     return AddressList(variable, found, is_by_node=role == nn_worker().name)
+
+
+def _expanded(text: str, variable: str) -> list[str]:
+    try:
+        return env.addresses_of(text)
+    except ValueError as exc:
+        raise ConfigError(
+            f"{variable}: expected a range as host-{{0..3}}:8888, got {text!r}"
+        ) from exc
 
 
 def current_lists() -> dict[str, AddressList]:

@@ -228,6 +228,9 @@ def of_inflight(role: str, rank: int, tracker: InFlightTracker) -> MetricSource:
             yield Sample("persia_batches", counts[name], {"outcome": outcome})
         yield Sample("persia_trained_samples", num_samples)
         yield Sample("forward_error", num_errors)
+        limit = None if tracker.limiter is None else tracker.limiter.limit
+        if limit is not None:
+            yield Sample("persia_permits", limit)
         yield from _histograms(tracker.timings)
 
     return MetricSource(role, rank, "training", tracker, read)

@@ -203,6 +203,12 @@ histogram get_train_batch_time_cost_more_than_1ms_sec
     Seconds that the training loop waited for a batch, where it was more than 1 ms.
 histogram update_gradient_batched_time_cost_more_than_1ms_sec
     Seconds that backward waited for room for its gradients, where more than 1 ms.
+histogram persia_missed_updates
+    Updates of earlier batches of this rank that a lookup may miss, as they were not
+    acknowledged when it began; with embedding_staleness=k at most k - 1.
+gauge persia_permits
+    Batches that may be between lookup and acknowledged update now: embedding_staleness, or
+    what "auto" has chosen; absent without a bound.
 counter forward_error
     Lookups that raised.
 gauge persia_update_queue_batches

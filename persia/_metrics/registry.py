@@ -13,10 +13,11 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from persia._metrics.definitions import METRICS
-from persia._metrics.timings import BOUNDS, Distribution
+from persia._metrics.timings import Distribution
 from persia.errors import InternalError
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 # The library has moved its own constant between releases.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_LES = (*(repr(bound) for bound in BOUNDS), "+Inf")
 
 
 class Sample(NamedTuple):
@@ -139,13 +138,19 @@ class Metrics:
         return [(one, places[key]) for one, key in zip(sources, keys, strict=True)]
 
 
+@cache
+def _les(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Return the labels of buckets."""
+    return (*(repr(bound) for bound in bounds), "+Inf")
+
+
 def _add(family: Family, labels: dict[str, str], value: float | Distribution) -> None:
     if not isinstance(value, Distribution):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         family.add_sample(name, labels, value)
         return
     count = 0
-    for le, number in zip(_LES, value.counts, strict=True):
+    for le, number in zip(_les(value.bounds), value.counts, strict=True):
         count += number
         family.add_sample(f"{family.name}_bucket", {**labels, "le": le}, count)
     family.add_sample(f"{family.name}_sum", labels, value.seconds)

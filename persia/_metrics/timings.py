@@ -17,12 +17,16 @@ BOUNDS = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 100.0),
 )
 
+# Upper bounds of what is no duration: a small number, such as of batches.
+SMALL_NUMBERS = tuple(map(float, (*range(11), 15, 20, 30, 50, 100)))
+
 
 class Distribution(NamedTuple):
     """Durations counted so far."""
 
     counts: tuple[int, ...]  # by bucket, the last without a bound; not cumulative
     seconds: float
+    bounds: tuple[float, ...] = BOUNDS
 
     @property
     def num(self) -> int:
@@ -33,16 +37,17 @@ class Distribution(NamedTuple):
 class Timing:
     """A histogram of seconds; any thread may add to it."""
 
-    __slots__ = ("_counts", "_lock", "_seconds")
+    __slots__ = ("_bounds", "_counts", "_lock", "_seconds")
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards both
-        self._counts = [0] * (len(BOUNDS) + 1)
+    def __init__(self, bounds: tuple[float, ...] = BOUNDS) -> None:
+        self._bounds = bounds
+        self._lock = threading.Lock()  # guards the next two
+        self._counts = [0] * (len(bounds) + 1)
         self._seconds = 0.0
 
     def add(self, seconds: float) -> None:
         """Count one more."""
-        place = bisect_left(BOUNDS, seconds)
+        place = bisect_left(self._bounds, seconds)
         with self._lock:
             self._counts[place] += 1
             self._seconds += seconds
@@ -50,7 +55,7 @@ class Timing:
     def read(self) -> Distribution:
         """Return all so far."""
         with self._lock:
-            return Distribution(tuple(self._counts), self._seconds)
+            return Distribution(tuple(self._counts), self._seconds, self._bounds)
 
 
 class Timings(dict[str, Timing]):
@@ -108,5 +113,6 @@ class CallTimings:
 
 def total(parts: Iterable[Distribution]) -> Distribution:
     """Add up distributions, such as those of several clients."""
-    all_counts, seconds = zip(*parts, strict=True)
-    return Distribution(tuple(map(sum, zip(*all_counts, strict=True))), sum(seconds))
+    all_counts, seconds, bounds = zip(*parts, strict=True)
+    counts = tuple(map(sum, zip(*all_counts, strict=True)))
+    return Distribution(counts, sum(seconds), bounds[0])

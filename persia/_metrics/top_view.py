@@ -210,6 +210,7 @@ COLUMNS: dict[str, tuple[tuple[str, Cell], ...]] = {
         ("waits: batch", _waits(_WAITS_FOR_BATCH)),
         ("room", _waits(_WAITS_FOR_ROOM)),
         ("staleness", _now("staleness")),
+        ("missed", lambda span: short(span.mean("persia_missed_updates"))),
         ("inbox", _now("persia_inbox_batches")),
         ("updates", _now("persia_update_queue_batches")),
         ("not trained", _not_trained),

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from persia._metrics.timings import Distribution
 from persia._report.run import Mark, Points
 from persia.errors import ServiceError
 
@@ -127,6 +128,7 @@ class Recorder:
         self._lock = threading.Lock()  # guards the curves, the writer and _last
         self._losses: list[torch.Tensor] = []
         self._last = (self.begin, tracker.totals()[0])  # when speed was read; samples then
+        self._missed = Distribution((), 0.0)  # of lookups, when it was read last
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="persia-recorder", daemon=True)
@@ -142,7 +144,7 @@ class Recorder:
     def note_pass(self, options: PassOptions) -> None:
         """Note how a pass over the training data is run."""
         self.parameters |= {
-            "embedding_staleness": str(options.staleness),
+            "embedding_staleness": "auto" if options.is_adaptive else str(options.staleness),
             "reproducible": str(options.reproducible),
             "lookups at the same time": str(options.num_workers),
         }
@@ -254,6 +256,11 @@ class Recorder:
                 values["samples_per_second"] = speed
         values["staleness"] = float(str(self.tracker.stats()["staleness"]))
         values["update_queue"] = self._engine.measure()[0]
+        missed = self.tracker.missed.read()
+        if missed.num > self._missed.num:
+            num = missed.num - self._missed.num
+            values["missed_updates"] = (missed.seconds - self._missed.seconds) / num
+        self._missed = missed
         try:
             servers = self.worker.server_stats()
         except ServiceError as exc:

@@ -20,6 +20,7 @@ from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
+    from persia._metrics.timings import Distribution
     from persia._rpc.messages import FeatureStats
 
 _T = TypeVar("_T")
@@ -115,10 +116,23 @@ def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tup
         tiles.append(("loss at the end", f"{_end(recorder, 'loss'):.4f}"))
     for name, key in _reported(recorder).items():
         tiles.append((f"{name}, last", f"{_end(recorder, key):.4f}"))
+    missed = recorder.tracker.missed.read()
+    if missed.num:
+        tiles.append(("updates missed by lookups", _shares(missed)))
+        waits = recorder.tracker.timings["get_train_batch_time_cost_more_than_1ms_sec"].read()
+        share = waits.seconds / max(recorder.seconds, 1e-9)
+        tiles.append(("time that the loop waited for batches", texts.percent(share)))
     if servers:
         tiles.append(("rows held", short(sum(one["rows"] for one in servers))))
         tiles.append(("their memory", short(sum(one["bytes"] for one in servers), "B")))
     return tiles
+
+
+def _shares(missed: Distribution) -> str:
+    """Return a histogram as text: ``0: 5 %, 1: 95 %``."""
+    names = (*(f"{bound:.0f}" for bound in missed.bounds), f"over {missed.bounds[-1]:.0f}")
+    counts = zip(names, missed.counts, strict=True)
+    return ", ".join(f"{name}: {texts.percent(n / missed.num)}" for name, n in counts if n)
 
 
 def _points(recorder: Recorder, name: str, over_time: bool = False) -> Points:
@@ -140,7 +154,11 @@ def _reported(recorder: Recorder) -> dict[str, str]:
 
 
 # Title, unit, whether over time, and the recorded name of each line by its label.
-_STALENESS = {"between lookup and update": "staleness", "updates that wait": "update_queue"}
+_STALENESS = {
+    "between lookup and update": "staleness",
+    "updates that wait": "update_queue",
+    "updates missed by a lookup": "missed_updates",
+}
 _GRADIENTS = {"embeddings": "gradient_norm_embeddings", "dense net": "gradient_norm_dense"}
 _CHARTS: tuple[tuple[str, str, bool, dict[str, str]], ...] = (
     ("Throughput", "samples / s, all ranks", True, {"samples / s": "samples_per_second"}),

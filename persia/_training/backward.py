@@ -420,6 +420,8 @@ class BackwardPipeline:
             with self._lock:
                 while min(self._pending) != update.order:
                     self._changed.wait()
+            if update.limiter is not None and update.limiter.holds_updates:
+                update.limiter.await_lookups(update.place)
         begin = time.perf_counter()
         if update.in_turn and self._ranks is not None:
             # Acknowledged only when all ranks have met: the permit lets the next lookup go.

@@ -8,9 +8,9 @@ at the same time. Of the batches that the user gets before one, those without an
 update had permits when it took its own: with a staleness bound ``s`` its lookup misses at most
 ``s - 1`` updates. Each batch that overtook one that is looked up already would be one more.
 
-With ``reproducible=True`` lookups run one after another, too, and with a bound ``s`` no batch
-is taken before the user asked for the ``s - 1`` th before it: at staleness 1 lookups and
-updates alternate strictly.
+With ``reproducible=True`` lookups run one after another, too, no batch is taken before the user
+asked for the ``s - 1`` th before it, and the schedule is fixed: batch ``t`` sees the updates up
+to that of ``t - s`` and no others. At staleness 1 lookups and updates alternate strictly.
 
 Ranks in step: with several ranks a batch is returned when all of them have one, which a thread
 asks one step ahead of the user. The first round in which a rank has none is the last: what the
@@ -50,6 +50,7 @@ from persia._training.inflight import (
 )
 from persia._training.progress import Progress, Watermark, to_position
 from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
+from persia._training.staleness import PermitController
 from persia._training.untrained import MANY, PassOutcome
 from persia.errors import ConfigError, InternalError, ServiceError, ServiceTimeout
 
@@ -263,6 +264,7 @@ class Lookups:
         self._lookup_time = tracker.timings["forward_client_time_cost_sec"]
         self.trains = trains
         self.before_evaluation = before_evaluation
+        self.controller = PermitController()  # goes on from pass to pass
         self.progress = Progress()
         self._rank = rank  # ranks give their batches ids in turn
         self._world_size = world_size
@@ -328,7 +330,7 @@ class Lookups:
         except BaseException:
             self.tracker.count_failed_lookup()
             if trains and limiter is not None:
-                limiter.return_permit()
+                limiter.return_permit(ticket.place)
             try:
                 self._release(ticket)
             except Exception as exc:  # the user sees the failure of the lookup
@@ -384,6 +386,7 @@ class PassOptions:
     num_workers: int  # most lookups at the same time
     reproducible: bool  # look up and update in the dataset's order
     staleness: int | None  # bound on batches in flight
+    is_adaptive: bool = False  # as few in flight as cost no time
     timeout_s: float  # how long the user waits for a batch
     keeps_step: bool = True  # hand a batch out only when every rank has one
     allow_untrained: bool = False  # a pass that does nothing is no error
@@ -412,13 +415,17 @@ class ForwardPipeline:
         self._transfer = transfer
         self._in_order = options.reproducible
         self._timeout_s = options.timeout_s
-        # Without updates nothing is stale, and evaluation reads ahead as far as it may.
-        self._limiter = StalenessLimiter(
-            options.staleness if lookups.trains else None, on_demand=options.reproducible
-        )
-        self._looked_up: OrderedQueue[PersiaTrainingBatch] = OrderedQueue(
-            options.output_capacity
-        )
+        self._limiter = _limiter_of(lookups, options)
+        is_timed = options.is_adaptive and lookups.trains and not options.reproducible
+        # Where runs are to repeat it is not fed with times, which do not.
+        self._controller = lookups.controller if is_timed else None
+        if lookups.trains:
+            self._tracker.limiter = self._limiter
+        capacity = options.output_capacity
+        if self._limiter.holds_updates:
+            # An update must not wait for a lookup that waits for the loop: it may wait for it.
+            capacity = max(capacity, options.staleness or 0)
+        self._looked_up: OrderedQueue[PersiaTrainingBatch] = OrderedQueue(capacity)
         # What the user receives: with several ranks, what all have agreed on.
         self._agreed = self._looked_up
         if not options.keeps_step:
@@ -427,9 +434,8 @@ class ForwardPipeline:
         if ranks is not None:
             self._agreed = OrderedQueue(1)
         # Reproducible over ranks: their updates go in the order of the ranks.
-        self._takes_turns = (
-            ranks is not None and options.reproducible and options.staleness == 1
-        )
+        is_lockstep = options.reproducible and (options.staleness == 1 or options.is_adaptive)
+        self._takes_turns = ranks is not None and is_lockstep
         self._reason_to_drop = Reason.UNUSED
         self._turn = threading.Lock()  # see the module's docstring; guards the next two
         self._num_taken = 0
@@ -440,6 +446,7 @@ class ForwardPipeline:
         self._idle: set[int] = set()  # workers that wait for _turn
         self._looking_up: set[int] = set()  # numbers of batches, for messages only
         self._is_agreeing = False  # for messages only
+        self._given_at = 0.0  # when the user got it; 0 before the first
         self._last: InFlightBatch | None = None  # of the batch that the user has
         self._last_needs_turn = False  # it will have no update
         self._outcome = PassOutcome(self._tracker, is_checked=not options.allow_untrained)
@@ -477,18 +484,25 @@ class ForwardPipeline:
         if self._kept:
             self._check_kept()
         self._outcome.check_trained(MANY)
-        self._limiter.request()
+        self._limiter.request(len(self._kept))
         begin = time.perf_counter()
         batch = self._wait_for_batch()
-        waited_s = time.perf_counter() - begin
+        now = time.perf_counter()
+        waited_s = now - begin
         if waited_s > SHORT_S:
             name = "get_train_batch_time_cost_more_than_1ms_sec"
             self._tracker.timings[name].add(waited_s)
+        ticket = batch.ticket
+        if self._controller is not None and ticket is not None:
+            if self._given_at:
+                late_s = ticket.ready_at - begin
+                self._controller.note(begin - self._given_at, late_s, ticket.held_s)
+            self._given_at = now
         if batch.upload is not None:
             self._transfer.finish(batch)
         self._has_begun = True
-        self._last = batch.ticket
-        self._last_needs_turn = batch.ticket is None
+        self._last = ticket
+        self._last_needs_turn = ticket is None
         return batch
 
     def _check_kept(self) -> None:
@@ -573,7 +587,7 @@ class ForwardPipeline:
         if self._limiter.is_exhausted():
             return (
                 f"the update of a batch in flight, as embedding_staleness="
-                f"{self._limiter.staleness} allows no more of them"
+                f"{self._limiter.limit} allows no more of them"
             )
         if self._ranks is not None and len(self._looked_up) == 0 and self._is_agreeing:
             return "the other ranks to have a batch"
@@ -710,6 +724,7 @@ class ForwardPipeline:
             while True:
                 self._forward_one()
         except Finished:
+            self._limiter.end_lookups()
             with self._lock:
                 self._num_running -= 1
                 is_last = self._num_running == 0
@@ -718,6 +733,7 @@ class ForwardPipeline:
         except Closed:
             pass
         except BaseException as exc:
+            self._limiter.end_lookups()
             self._looked_up.fail(exc)
 
     def _forward_one(self) -> None:
@@ -727,26 +743,32 @@ class ForwardPipeline:
             self._idle.discard(me)
             batch, ticket = self._source.get()
             needs_permit = self._lookups.has_gradients(ticket)
+            begin = time.perf_counter()
             try:
                 if not self._idle and len(self._threads) < self._num_workers:
                     self._start_worker()
-                self._limiter.acquire(needs_permit)
+                num_missed = self._limiter.acquire(needs_permit)
             except BaseException:
                 self._lookups.discard(ticket, self._reason_to_drop)
                 raise
             if needs_permit:
+                ticket.held_s = time.perf_counter() - begin
+                self._tracker.missed.add(num_missed)
                 self._lookups.progress.begin(self._source.position)
-            place = self._num_taken
+            ticket.place = place = self._num_taken
             self._num_taken += 1
             self._lookups.number(batch, ticket)
             if self._in_order:
                 outputs = self._look_up(batch, ticket, place)
+                if self._limiter.holds_updates:
+                    self._limiter.note_lookup()
         if not self._in_order:
             outputs = self._look_up(batch, ticket, place)
         try:
             begin = time.perf_counter()
             self._transfer.stage(batch, outputs)
-            self._stage_time.add(time.perf_counter() - begin)
+            ticket.ready_at = time.perf_counter()
+            self._stage_time.add(ticket.ready_at - begin)
             self._looked_up.put(place, batch)
         except BaseException:
             self._drop(batch.ticket)
@@ -761,6 +783,18 @@ class ForwardPipeline:
             return self._lookups.lookup(batch, ticket, self._limiter)
         finally:
             self._looking_up.discard(place)
+
+
+def _limiter_of(lookups: Lookups, options: PassOptions) -> StalenessLimiter:
+    """Return what bounds the lookups of a pass."""
+    if not lookups.trains:
+        # Without updates nothing is stale, and evaluation reads ahead as far as it may.
+        return StalenessLimiter(None, on_demand=options.reproducible)
+    controller = None
+    if options.is_adaptive:
+        # A new one stays at one permit: in reproducible mode it is given no times.
+        controller = PermitController() if options.reproducible else lookups.controller
+    return StalenessLimiter(options.staleness, options.reproducible, controller)
 
 
 def _early_end(codes: list[int]) -> ServiceError | None:

@@ -26,7 +26,7 @@ import torch
 
 from persia import env
 from persia._core.kernels import pooling
-from persia._metrics.timings import Timings
+from persia._metrics.timings import SMALL_NUMBERS, Timing, Timings
 from persia._rpc.deadlines import Retry
 from persia._rpc.messages import SlotGradient
 from persia._training.queues import Closed
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from persia._core.ids.feature_batch import FeatureBatch
     from persia._rpc.messages import EmbeddingWorker, LearningRate, UpdateReport
+    from persia._training.staleness import PermitController
     from persia.errors import ServiceError
 
 logger = logging.getLogger(__name__)
@@ -78,35 +79,74 @@ class StalenessLimiter:
     """Decides when the next batch may be taken, and counts permits.
 
     ``staleness`` is the most batches between lookup and acknowledged update, None no bound.
-    With a bound, ``on_demand`` batches wait for the user to ask for them.
+    With a ``controller`` there are no more permits than it says, beside those of kept batches.
+
+    With ``on_demand`` batches wait for the user to ask for them, and the schedule repeats:
+    batch ``t`` is looked up when all up to ``t - staleness`` have ended, and the update of a
+    batch waits for the lookups that are not to see it. Lookups and updates are in order then.
     """
 
-    def __init__(self, staleness: int | None, on_demand: bool) -> None:
+    def __init__(
+        self,
+        staleness: int | None,
+        on_demand: bool,
+        controller: PermitController | None = None,
+    ) -> None:
         self.staleness = staleness
         self._on_demand = on_demand and staleness is not None
+        self._controller = controller
+        # Of one permit an update has no later lookup to wait for.
+        self.holds_updates = self._on_demand and controller is None and staleness != 1
         self._lock = threading.RLock()  # guards everything below; see ``OrderedQueue``
         self._changed = threading.Condition(self._lock)
+        self._looked_up = threading.Condition(self._lock)
         self._num_permits = 0  # held by batches
+        self._num_kept = 0  # of these, by batches that the user keeps
+        self._open: set[int] = set()  # places of these batches, where updates are held
         self._num_taken = 0
         self._num_requested = 0
+        self._num_looked_up = 0
+        self._has_ended = False  # no more lookups will come
         self._is_closed = False
+
+    @property
+    def limit(self) -> int | None:
+        """Permits that there are now; None without a bound."""
+        if self._controller is None or self.staleness is None:
+            return self.staleness
+        return min(self._controller.permits + self._num_kept, self.staleness)
 
     def _admits(self, needs_permit: bool) -> bool:
         if self._is_closed or self.staleness is None:
             return True
-        if needs_permit and self._num_permits >= self.staleness:
+        most = controlled = self.staleness
+        if self._controller is not None:
+            controlled = self._controller.permits
+            most = min(controlled + self._num_kept, most)
+        if needs_permit and self._num_permits >= most:
             return False
-        return not self._on_demand or self._num_taken < self._num_requested + self.staleness - 1
+        if not self._on_demand:
+            return True
+        # One that was abandoned may have ended before older ones.
+        if self._open and min(self._open) <= self._num_taken - controlled:
+            return False
+        return self._num_taken < self._num_requested + controlled - 1
 
-    def acquire(self, needs_permit: bool) -> None:
-        """Wait until a batch may be taken, and take a permit for it if it needs one."""
+    def acquire(self, needs_permit: bool) -> int:
+        """Wait until a batch may be taken, and take a permit for it if it needs one.
+
+        Returns how many batches before it have one: its lookup may miss the update of each.
+        """
         with self._lock:
             while not self._admits(needs_permit):
                 self._changed.wait()
             if self._is_closed:
                 raise Closed
+            if needs_permit and self.holds_updates:
+                self._open.add(self._num_taken)
             self._num_taken += 1
             self._num_permits += needs_permit
+            return self._num_permits - needs_permit
 
     def take(self) -> None:
         """Take a permit, even beyond the bound: the batch is being looked up already."""
@@ -114,28 +154,50 @@ class StalenessLimiter:
             self._num_taken += 1
             self._num_permits += 1
 
-    def request(self) -> None:
-        """Note that the user asks for one more batch."""
+    def request(self, num_kept: int = 0) -> None:
+        """Note that the user asks for one more batch, and how many it keeps."""
         with self._lock:
             self._num_requested += 1
+            self._num_kept = num_kept
             self._changed.notify()  # one thread at most takes batches at a time
 
-    def return_permit(self) -> None:
-        """Take a permit back."""
+    def return_permit(self, place: int = -1) -> None:
+        """Take a permit back, of the batch that was the ``place`` th of the pass, from 0."""
         with self._lock:
             self._num_permits -= 1
+            self._open.discard(place)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Admit no more batches and wake the thread that waits."""
+    def note_lookup(self) -> None:
+        """Note that the next batch in order was looked up."""
         with self._lock:
-            self._is_closed = True
+            self._num_looked_up += 1
+            self._looked_up.notify_all()
+
+    def await_lookups(self, place: int) -> None:
+        """Wait until all lookups were made that are not to see this batch's update."""
+        with self._lock:
+            last = place + (self.staleness or 1) - 1
+            while self._num_looked_up <= last and not self._has_ended:
+                self._looked_up.wait()
+
+    def end_lookups(self) -> None:
+        """Note that no more lookups will come, whatever the reason."""
+        with self._lock:
+            self._has_ended = True
+            self._looked_up.notify_all()
+
+    def close(self) -> None:
+        """Admit no more batches and wake the threads that wait."""
+        with self._lock:
+            self._is_closed = self._has_ended = True
             self._changed.notify_all()
+            self._looked_up.notify_all()
 
     def is_exhausted(self) -> bool:
         """Whether all permits are taken."""
         with self._lock:
-            return self.staleness is not None and self._num_permits >= self.staleness
+            return self.limit is not None and self._num_permits >= self.limit
 
 
 @dataclass(slots=True, eq=False)
@@ -171,6 +233,9 @@ class InFlightBatch:
     on_done: Callable[[], None] | None = None  # called when a resumed run can do without it
     on_end: Callable[[], None] | None = None  # called when the ids are not needed any more
     limiter: StalenessLimiter | None = None  # whose permit it has
+    place: int = -1  # in its pass, from 0
+    held_s: float = 0.0  # for how long it was there and had no permit
+    ready_at: float = 0.0  # by ``time.perf_counter``; its rows were there then
     in_order: bool = False  # its update waits for those submitted before it
     in_turn: bool = False  # and for those of lower ranks, and then for all ranks
     state: State = State.LOOKED_UP
@@ -287,6 +352,9 @@ class InFlightTracker:
             "get_train_batch_time_cost_more_than_1ms_sec",
             "update_gradient_batched_time_cost_more_than_1ms_sec",
         )
+        # Updates of earlier batches that a lookup may miss, by lookups.
+        self.missed = self.timings["persia_missed_updates"] = Timing(SMALL_NUMBERS)
+        self.limiter: StalenessLimiter | None = None  # of the last pass that trains
         self._skipped_slots: Counter[str] = Counter()
         self._nan_samples: Counter[str] = Counter()
         self._nan_rows: Counter[str] = Counter()
@@ -409,7 +477,7 @@ class InFlightTracker:
         if is_done and on_done is not None:
             on_done()
         if limiter is not None:
-            limiter.return_permit()
+            limiter.return_permit(batch.place)
         if on_end is not None:
             on_end()
 

@@ -99,12 +99,6 @@ OLD_NAMES: Mapping[str, Mapping[str, OldName]] = {
         ),
         "FileNotFoundException": OldName("FileNotFoundError", "builtins:FileNotFoundError"),
     },
-    "persia.k8s_utils": {
-        EVERYTHING: OldName(
-            "`persia-launcher` in each container, with the addresses in its environment, as "
-            "compose/stack.yml does"
-        )
-    },
     "persia.wrapper": {"persia_ctx": OldName("`with persia.ctx.TrainCtx(...) as ctx:`")},
     "persia.utils": {
         "block": OldName(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from persia._training.queues import BoundedQueue, Closed, Finished
-from persia.data import DataLoader, IterableDataset, IterableDatasetBase
+from persia.data import AUTO, DataLoader, IterableDataset, IterableDatasetBase
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -240,7 +240,7 @@ class Dataloader(DataLoader):
         timeout: int | None = None,
         num_workers: int = 10,
         reproducible: bool = False,
-        embedding_staleness: int | None = 10,
+        embedding_staleness: int | Literal["auto"] | None = AUTO,
         *,
         timeout_ms: int = 1000 * 60 * 10,
         **options: Any,

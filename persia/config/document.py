@@ -75,12 +75,12 @@ class Expect:
     """
 
     def __init__(self, words: str, **constraints: Any) -> None:
-        self._words, self._constraints = words, constraints
+        self._words, self.constraints = words, constraints
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
         return {
             "type": "custom-error",
-            "schema": {**handler(source), **self._constraints},
+            "schema": {**handler(source), **self.constraints},
             "custom_error_type": "expected",
             "custom_error_message": "expected {words}",
             "custom_error_context": {"words": self._words},
@@ -128,6 +128,9 @@ class Model:
         from pydantic_core import core_schema
 
         schema: Any = handler(source)
+        if schema["type"] != "dataclass":
+            return schema  # the one below: pydantic keeps it for the second field of this class
+        reference = schema.pop("ref", None)
         schema["strict"] = False  # takes a mapping, not only an instance
         fields = zip(schema["schema"]["fields"], dataclasses.fields(source), strict=True)
         for field, own in fields:
@@ -136,7 +139,7 @@ class Model:
             if cls.requires_all and field["schema"]["type"] == "default":
                 field["schema"] = field["schema"]["schema"]
         schema = core_schema.no_info_before_validator_function(cls.prepare, schema)
-        return core_schema.no_info_after_validator_function(_checked, schema)
+        return core_schema.no_info_after_validator_function(_checked, schema, ref=reference)
 
     @classmethod
     def prepare(cls, value: object) -> object:

@@ -9,11 +9,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from persia import launcher
+from persia import k8s_utils, launcher
 from persia._cli import ckpt
 from persia.version import __version__
 
-GROUPS = {"persia-launcher": launcher.cli, "persia-ckpt": ckpt.cli}
+GROUPS = {
+    "persia-launcher": launcher.cli,
+    "persia-ckpt": ckpt.cli,
+    "persia-k8s-utils": k8s_utils.cli,
+}
 COMMANDS = [(name, command) for name, group in GROUPS.items() for command in group.commands]
 
 

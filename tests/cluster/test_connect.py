@@ -37,6 +37,17 @@ def test_an_address_that_cannot_be_read_is_named(place: Place, address: str) -> 
         place.find(address)
 
 
+def test_a_range_among_the_addresses_given_is_expanded(monkeypatch: Monkey) -> None:
+    listed = connect._list_of("nn-worker", ["node-{0..2}.job:5", "other:6"]).addresses
+    assert listed == [
+        f"tcp://{at}" for at in ("node-0.job:5", "node-1.job:5", "node-2.job:5", "other:6")
+    ]
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", "w-{0..3}.job:8887")
+    assert listening_address("embedding-worker", 3) == "tcp://127.0.0.1:8887"
+    with pytest.raises(ConfigError, match="the list of nn-workers given: expected a range"):
+        connect._list_of("nn-worker", ["node-{2..0}:5"])
+
+
 def test_an_option_that_is_none_is_refused() -> None:
     transport: Any = None
     with pytest.raises(TypeError, match="shuld_stop"):

@@ -112,7 +112,7 @@ def signatures() -> dict[str, dict[str, Any]]:
 SIGNATURES = signatures()
 
 # Defaults of today that differ from those of the original.
-CHANGED = {("persia.data:DataLoader", "embedding_staleness"): 10}
+CHANGED = {("persia.data:DataLoader", "embedding_staleness"): "auto"}
 
 # Names that are no functions, or whose signature is *args and **kwargs.
 OTHERS = {

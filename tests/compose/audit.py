@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PINS = ("requirements.txt", "requirements-build.txt", "requirements-torch.txt")
+PINS = (
+    "requirements.txt",
+    "requirements-build.txt",
+    "requirements-serve.txt",
+    "requirements-torch.txt",
+)
 COMPOSE = Path(__file__).parents[2] / "compose"
 DEADLINE_S = 120.0
 

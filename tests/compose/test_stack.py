@@ -100,7 +100,8 @@ def test_w70_a_pod_needs_the_image_and_no_rights_in_its_cluster() -> None:
     """The original's operator was not packaged, and might read every secret.
 
     What a pod has to say is in variables and its host name; its user is a number that is not
-    root's; every command is in the wheel, and none of them talks to the cluster.
+    root's; every command is in the wheel. Of the cluster only the operator knows, which comes
+    by an extra, and may create secrets and read none.
     """
     project = (ROOT / "pyproject.toml").read_text()
     scripts = project.partition("[project.scripts]")[2].partition("\n[")[0]
@@ -110,7 +111,12 @@ def test_w70_a_pod_needs_the_image_and_no_rights_in_its_cluster() -> None:
         assert importlib.util.find_spec(module) is not None, name
     assert re.findall(r"^USER (\S+)$", DOCKERFILE.read_text(), re.MULTILINE) == ["10001:10001"]
     assert "uid=10001,gid=10001" in STACK.read_text()
-    assert "kubernetes" not in project
+    needed = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+    assert "numpy" in needed
+    assert "kopf" not in needed
+    role = yaml.safe_load((ROOT / "deploy/operator/role.yaml").read_text())
+    verbs = {name: rule["verbs"] for rule in role["rules"] for name in rule["resources"]}
+    assert verbs["secrets"] == ["create"]
     assert own_number("servers-3", lambda _: []) == 3
     # At every address of the pod, by the operator's word only (W-71).
     assert settings()["PERSIA_LISTEN_HOST"] == "0.0.0.0"

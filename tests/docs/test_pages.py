@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
+from persia._training.staleness import MOST
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.data import DataLoader
 from persia.embedding.optim import Adagrad
@@ -78,7 +79,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, f"{name_of(page)}:\n{ran.stdout}\n{ran.stderr}"
 
 
-BOUND = DataLoader([]).embedding_staleness
+BOUND = f'`"{DataLoader([]).embedding_staleness}"`'  # by its own word, "auto"
 ACCUMULATOR = Adagrad().initial_accumulator_value
 
 
@@ -88,14 +89,17 @@ ACCUMULATOR = Adagrad().initial_accumulator_value
         ("moving-from-embeddingbag", ["`weight_bound=0`", "(loss, max_norm="]),
         (
             "moving-from-torchrec",
-            ["`weight_bound=0`", "(loss, max_norm=", f"{BOUND} by default"],
+            ["`weight_bound=0`", "(loss, max_norm=", f"{MOST} at most by default"],
         ),
         (
             "moving-from-old-persia",
             ["initial_accumulator_value=0.01)", f"`embedding_staleness` is {BOUND} by default"],
         ),
         ("optimizers", ["`weight_bound=0`", f"*n* begins at {ACCUMULATOR:g} unless"]),
-        ("operations", [f"The default is {BOUND}.", "| AUC at 1 |", "| Avazu |", "| Criteo |"]),
+        (
+            "operations",
+            [f"**The default, {BOUND}**", "| AUC at 1 |", "| Avazu |", "| Criteo |"],
+        ),
         ("concepts", [f"{BOUND}, the default", "hash_text"]),
     ],
 )

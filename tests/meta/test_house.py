@@ -23,7 +23,7 @@ FREE = {
 }
 # Modules that hold names or data and no logic of their own.
 WITHOUT_TEST = {
-    *("version", "backend", "error", "wrapper", "k8s_utils", "sparse/emb", "sparse/optim"),
+    *("version", "backend", "error", "wrapper", "sparse/emb", "sparse/optim"),
 }
 
 

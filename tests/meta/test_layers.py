@@ -35,7 +35,7 @@ ROWS = (
     {"_modules"},
     {"ops"},
     {"nn", "optim"},
-    {"launcher", "helper", "_cli", "compat"}
+    {"launcher", "helper", "_cli", "_k8s", "compat"}
     | {"backend", "error", "k8s_utils", "sparse", "wrapper"},
 )
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
@@ -141,10 +141,12 @@ ROOMS_OF = {
     "msgpack": {"_rpc"},
     "pydantic": {"config", "_files"},
     "jinja2": {"_report"},
-    "click": {"launcher", "_cli"},
+    "click": {"launcher", "_cli", "k8s_utils"},
     "cloudpickle": {"_cli", "_serving", "helper"},
-    "starlette": {"_serving"},
-    "uvicorn": {"_serving"},
+    "starlette": {"_serving", "_k8s"},
+    "uvicorn": {"_serving", "_k8s"},
+    "kopf": {"_k8s"},
+    "aiohttp": {"_k8s"},
     "grpc": {"_serving"},
     "google": {"_serving"},
     "orjson": {"_serving"},

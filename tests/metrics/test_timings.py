@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from persia._metrics.timings import BOUNDS, CallTimings, Timing, Timings, total
+from persia._metrics.timings import BOUNDS, SMALL_NUMBERS, CallTimings, Timing, Timings, total
 
 
 def test_a_duration_is_counted_below_its_bound() -> None:
@@ -27,3 +27,14 @@ def test_names_are_known_beforehand_and_methods_are_not() -> None:
     ((method, traffic),) = calls.read().items()
     assert (method, traffic.errors, traffic.received, traffic.sent) == ("lookup", 1, 11, 22)
     assert (traffic.took.num, traffic.took.seconds) == (2, 1.0)
+
+
+def test_small_numbers_have_a_bucket_each() -> None:
+    missed = Timing(SMALL_NUMBERS)
+    for number in (0, 1, 1, 9, 1000):
+        missed.add(number)
+    found = missed.read()
+    assert found.counts[:3] == (1, 2, 0)
+    assert (found.counts[9], found.counts[-1], found.num) == (1, 1, 5)
+    assert found.bounds == SMALL_NUMBERS
+    assert total([found, found]) == (tuple(2 * n for n in found.counts), 2022, SMALL_NUMBERS)

@@ -46,8 +46,10 @@ def test_a_run_ends_with_its_report(tmp_path: Path) -> None:
         "embedding optimizer: lr 0.1",
         "dense optimizer: lr 0.1",
         f"batch size {SIZE}",
-        "embedding_staleness 10 reproducible True lookups at the same time ",
+        "embedding_staleness auto reproducible True lookups at the same time ",
         "slot tags dim 8, sum, float32",
+        "0: 100 % updates missed by lookups",
+        "time that the loop waited for batches",
     ):
         assert said in read.text
     assert "1 batches without a backward" in read.text

@@ -75,6 +75,9 @@ def begun(directory: Path) -> ParameterServer:
 
 def kill(server: ParameterServer) -> None:
     """End it as SIGKILL does: nothing is written, and the lock goes."""
+    if server._incremental is not None:
+        server._incremental._state = None
+        server._incremental._release()
     assert server.state_file is not None
     server.state_file.close()
 
@@ -414,3 +417,4 @@ def test_a_change_log_goes_on_with_its_history(directory: Path, tmp_path: Path) 
     kill(second)
     empty = configured(serve(StateFile(path_of(directory, "other"), SHARDS), **logging_changes))
     assert promise(empty)["history"] != before["history"]
+    kill(empty)

@@ -351,7 +351,7 @@ def test_w48_leaving_waits_for_every_update(worker: SpyWorker, make_ctx: MakeCtx
     go = threading.Event()
     worker.before_update = lambda batch_id: wait(go)
     with make_ctx() as ctx:
-        train(ctx, batches(6))
+        train(ctx, batches(6), embedding_staleness=10)
         assert worker.of("update") == []
         go.set()
     assert sorted(worker.of("update")) == list(range(6))
@@ -390,7 +390,7 @@ def test_full_queue_waits(worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Mon
     worker.before_update = lambda batch_id: wait(go)
     with make_ctx(backward_buffer_size=1, backward_workers_size=1) as ctx:
         with pytest.raises(ServiceTimeout, match="embedding-worker to take one of 1 queued"):
-            train(ctx, batches(4))
+            train(ctx, batches(4), embedding_staleness=10)
         assert len(worker.refs) == ctx.stats()["staleness"]  # that of the refused is back
         with pytest.raises(ServiceTimeout, match="acknowledge"):
             ctx.get_embedding_size()
@@ -482,7 +482,7 @@ def test_many_workers_update_at_the_same_time(worker: SpyWorker, make_ctx: MakeC
 
     worker.before_update = lambda batch_id: wait(meet)
     with make_ctx(backward_workers_size=3) as ctx:
-        train(ctx, batches(6))
+        train(ctx, batches(6), embedding_staleness=10)
     assert len(worker.of("update")) == 6
 
 

@@ -14,14 +14,17 @@ import pytest
 import torch
 
 from persia._training import forward
+from persia._training.staleness import WINDOW
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.embedding import EmbeddingConfig, Zeros
 from persia.embedding.data import (
     IDTypeFeatureWithSingleID,
     Label,
     NonIDTypeFeature,
     PersiaBatch,
 )
+from persia.embedding.optim import SGD
 from persia.errors import (
     ConfigError,
     DataError,
@@ -216,10 +219,150 @@ def test_the_default_is_a_bound(
     if has_ranks:
         ctx._ranks = SpyRanks()
     loader = DataLoader(Batches(200), 1, reproducible=reproducible)
-    assert loader.embedding_staleness == 10
+    assert loader.embedding_staleness == "auto"
     missed = missed_updates(worker, ctx, loader, num_kept)
     assert len(missed) == 200
-    assert max(missed) <= 9
+    assert max(missed) <= (num_kept if reproducible else 9)
+
+
+class Constant(torch.nn.Module):
+    """Its gradient of each embedding is 1, so that a row of SGD counts its updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense: Any, embeddings: Any) -> torch.Tensor:
+        output: torch.Tensor = embeddings[0].sum() + self.bias.sum()
+        return output
+
+
+def seen_updates(loader: DataLoader, **options: Any) -> list[int]:
+    """Train one row; return how many updates of it each lookup has seen."""
+    model = Constant()
+    seen = []
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=SGD(lr=1.0),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config=EmbeddingConfig(
+            Zeros(), weight_bound=0, schema={"slots_config": {"user": {"dim": 1}}}
+        ),
+        mixed_precision=False,
+        **options,
+    ) as ctx:
+        for batch in loader:
+            seen.append(round(-embeddings_of(batch)[0].item()))
+            ctx.backward(ctx.forward(batch)[0])
+    return seen
+
+
+class OneRow(IterableDataset):
+    def __init__(self, count: int, buffer_size: int = 10) -> None:
+        super().__init__(buffer_size)
+        self.count = count
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for _ in range(self.count):
+            yield PersiaBatch([IDTypeFeatureWithSingleID("user", u64(7))], labels=[])
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3, 10, "auto"])
+@pytest.mark.parametrize("buffers", [1, 2, 10])
+@pytest.mark.parametrize("workers", [1, 2, 10])
+def test_a_row_that_counts_its_updates_misses_fewer_than_the_bound(
+    staleness: Any, buffers: int, workers: int
+) -> None:
+    seen = seen_updates(
+        DataLoader(
+            OneRow(150, buffers),
+            forward_buffer_size=buffers,
+            num_workers=workers,
+            embedding_staleness=staleness,
+        ),
+        backward_buffer_size=buffers,
+        backward_workers_size=workers,
+    )
+    missed = [number - num for number, num in enumerate(seen)]
+    assert len(missed) == 150
+    assert 0 <= min(missed) <= max(missed) <= (10 if staleness == "auto" else staleness) - 1
+    if staleness == "auto":
+        assert max(missed[:WINDOW]) == 0  # it begins with one permit
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3, 10])
+@pytest.mark.parametrize(("buffers", "workers"), [(1, 1), (1, 4), (10, 10)])
+def test_a_reproducible_schedule_is_exact(staleness: int, buffers: int, workers: int) -> None:
+    seen = seen_updates(
+        DataLoader(
+            OneRow(60, buffers),
+            forward_buffer_size=buffers,
+            num_workers=workers,
+            reproducible=True,
+            embedding_staleness=staleness,
+        ),
+        backward_buffer_size=buffers,
+        backward_workers_size=workers,
+    )
+    assert seen == [max(number - staleness + 1, 0) for number in range(60)]
+
+
+def test_an_abandoned_batch_does_not_change_what_others_see(ctx: TrainCtx) -> None:
+    """It ends before the updates of older batches, whose permits are not its."""
+    worker = ctx._connected().connection.worker
+    seen: dict[int, int] = {}
+    worker.before_lookup = lambda number: seen.update({number: len(worker.of("update"))})  # type: ignore[attr-defined]
+    loader = DataLoader(Batches(60), reproducible=True, embedding_staleness=4)
+    for number, batch in enumerate(loader):
+        if number % 3:
+            step(ctx, batch)
+    # Of those up to the fourth before it, two in three have an update.
+    updated = [n for n in range(60) if n % 3]
+    assert seen == {n: sum(of <= n - 4 for of in updated) for n in range(60)}
+
+
+def test_a_flush_inside_a_fixed_schedule_waits_for_no_batch_that_the_loop_has_to_take(
+    ctx: TrainCtx,
+) -> None:
+    loader = DataLoader(Batches(40), 1, num_workers=1, reproducible=True, embedding_staleness=6)
+    for batch in loader:
+        step(ctx, batch)
+        assert ctx.get_embedding_size()
+    assert ctx.stats()["batches"] == 40
+
+
+def test_a_fixed_schedule_ends_with_the_loop(worker: SpyWorker, ctx: TrainCtx) -> None:
+    for number, batch in enumerate(
+        DataLoader(Batches(40), reproducible=True, embedding_staleness=4)
+    ):
+        step(ctx, batch)
+        if number == 5:
+            break
+    ctx.get_embedding_size()
+    assert worker.of("update") == list(range(6))
+
+
+def test_a_lookup_that_fails_holds_no_update_of_a_fixed_schedule(
+    worker: SpyWorker, ctx: TrainCtx
+) -> None:
+    worker.before_lookup = fail_at(6, DataError("slot 'nothing' is unknown"))
+    loader = DataLoader(Batches(40), reproducible=True, embedding_staleness=4)
+    with pytest.raises(DataError, match="slot 'nothing'"):
+        train_all(ctx, loader)
+    ctx.get_embedding_size()
+    assert set(worker.of("update")) <= set(range(6))
+
+
+def test_what_lookups_miss_is_counted(worker: SpyWorker, make_ctx: MakeCtx) -> None:
+    with make_ctx() as ctx:
+        train_all(ctx, DataLoader(Batches(20), reproducible=True, embedding_staleness=3))
+        metrics = ctx.metrics()
+        assert metrics.value("persia_missed_updates_count") == 20
+        assert metrics.value("persia_missed_updates_sum") == 0 + 1 + 18 * 2
+        assert metrics.value("persia_missed_updates_bucket", le="1.0") == 2
+        assert metrics.value("persia_permits") == 3
+        train_all(ctx, DataLoader(Batches(20)))
+        assert metrics.value("persia_permits") in (1, 2)
 
 
 def test_without_a_bound_buffers_are_one(worker: SpyWorker, make_ctx: MakeCtx) -> None:

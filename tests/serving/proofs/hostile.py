@@ -107,11 +107,22 @@ class Opened:
         os.close(self._descriptor)
 
 
-class Target:
-    """The server, and what is known of it."""
+def open_files(pid: int) -> list[str]:
+    """Return what the descriptors of a process are; it may open and close some meanwhile."""
+    found = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # a connection that has just been closed
+            found.append(str(one.readlink()))
+    return found
 
-    def __init__(self, folder: Path, server: ServeProcess, torchserve_port: int) -> None:
-        self.folder, self.server = folder, server
+
+class Target:
+    """The server, and what is known of it; ``schema_s`` bounds a run of schemathesis."""
+
+    def __init__(
+        self, folder: Path, server: ServeProcess, torchserve_port: int, schema_s: int
+    ) -> None:
+        self.folder, self.server, self.schema_s = folder, server, schema_s
         self.torchserve_port = torchserve_port
         self.url = f"http://127.0.0.1:{server.http_port}"
         rng = np.random.default_rng(0)
@@ -539,7 +550,8 @@ class SchemaAttack(Attack):
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", str(self._path)),
             *("--url", self.target.url, "--checks", "not_a_server_error", "--no-color"),
-            *("--max-examples", "30", "--max-time", "10", "--phases", "coverage,fuzzing"),
+            *("--max-examples", "30", "--phases", "coverage,fuzzing"),
+            *("--max-time", str(self.target.schema_s)),
             *("--seed", str(self.rng.randrange(1 << 30)), "--suppress-health-check", "all"),
             *("--generation-database", "none", "--warnings", "off", "--continue-on-failure"),
             # It is not ready, and says 503, while a bundle cannot be loaded.
@@ -599,7 +611,7 @@ class GoodClient(Attack):
 ATTACKS: tuple[type[Attack], ...] = (JsonAttack, SocketAttack, GrpcAttack, BundleAttack)
 
 
-def prepare(folder: Path, stack: ExitStack) -> tuple[Target, Opened, Path]:
+def prepare(folder: Path, stack: ExitStack, seconds: float) -> tuple[Target, Opened, Path]:
     """Export a model, put a copy of it outside, and serve it."""
     with make_ctx() as ctx:
         train(ctx, np.random.default_rng(0), 4)
@@ -630,13 +642,15 @@ def prepare(folder: Path, stack: ExitStack) -> tuple[Target, Opened, Path]:
     stack.enter_context(closing(opened))
     (outside / "secret").read_bytes()
     assert opened.read() == [str(outside / "secret")], "no file that is opened is reported"
-    return Target(folder, server, int(port[1])), opened, audit
+    # Less than the attack: what runs when it ends is waited for.
+    schema_s = min(10, max(1, int(seconds / 4)))
+    return Target(folder, server, int(port[1]), schema_s), opened, audit
 
 
 def check_hook(folder: Path, server: ServeProcess) -> None:
     """Be sure that the server has the hook, and that it sees what is unpickled."""
     audit = folder / "audit"
-    files = [str(one.readlink()) for one in Path(f"/proc/{server.process.pid}/fd").iterdir()]
+    files = open_files(server.process.pid)
     assert str(audit) in files, files
     code = "import pickle; pickle.loads(b'cbuiltins\\nlen\\n.')"
     variables = {"PYTHONPATH": str(folder / "hook"), "PERSIA_HOSTILE_AUDIT": str(audit)}
@@ -664,11 +678,14 @@ def attack(target: Target, seconds: float, seed: int) -> list[Attack]:
         until(is_over, seconds + START_S, look_s=0.1)
     finally:
         for one in attackers:
+            one.end.set()
+        for one in attackers:
             one.stop()
     return attackers
 
 
-def report(lines: Lines, attackers: list[Attack]) -> None:
+def report(lines: Lines, target: Target, attackers: list[Attack]) -> bool:
+    """Show what attackers found; returns whether the server still runs."""
     for one in attackers:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(one.counts.items()))
         lines.show(f"{one.name}", counts, "some", holds=bool(one.counts))
@@ -677,6 +694,11 @@ def report(lines: Lines, attackers: list[Attack]) -> None:
             text = f"at most {MOST_ANSWER_S:g} s"
             holds = one.longest_s <= MOST_ANSWER_S
             lines.show("good: the longest answer", f"{one.longest_s:.2f} s", text, holds=holds)
+    status = target.server.process.poll()
+    lines.show("the server, after them", f"status {status}", "None", holds=status is None)
+    if status is not None:
+        print(target.server.printed()[-3000:])
+    return status is None
 
 
 def report_growth(lines: Lines, warm: dict[str, int], last: dict[str, int]) -> None:
@@ -695,14 +717,16 @@ def run(folder: Path, seconds: float, seed: int) -> int:
     """Attack in a folder; returns the status to exit with."""
     lines = Lines(f"hostile input for {seconds:g} s, seed {seed}", judges_times=True)
     with ExitStack() as stack:
-        target, opened, audit = prepare(folder, stack)
+        target, opened, audit = prepare(folder, stack, seconds)
         if why := SchemaAttack.why_not():
             print(f"  schemathesis is left out: {why}")
         audited = len(audit.read_text().splitlines())  # while it started
         opened.read()
-        report(lines, attack(target, max(5.0, 0.2 * seconds), seed))
+        if not report(lines, target, attack(target, max(5.0, 0.2 * seconds), seed)):
+            return lines.end()
         warm = target.settle()
-        report(lines, attack(target, seconds, seed + 100))
+        if not report(lines, target, attack(target, seconds, seed + 100)):
+            return lines.end()
         bound = {
             "files": warm["files"] + MOST_MORE_FILES,
             "threads": warm["threads"] + MOST_MORE_THREADS,
@@ -714,10 +738,8 @@ def run(folder: Path, seconds: float, seed: int) -> int:
         lines.show_none("unpickled, or started as a process", done)
         made = [str(folder / "outside" / "made")] * (folder / "outside" / "made").exists()
         lines.show_none("made by a bundle", made)
-        process = target.server.process
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        status = process.wait(60)
+        target.server.process.send_signal(signal.SIGTERM)
+        status = target.server.process.wait(60)
         lines.show("status of the server at its end", str(status), "0", holds=status == 0)
         # Lines that torch itself writes begin otherwise.
         errors = re.findall(r"(?ms)^Traceback .*?\n(?=\S)[^\n]*", target.server.printed())

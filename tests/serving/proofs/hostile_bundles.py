@@ -286,6 +286,7 @@ def an_archive_that_grows(folder: Path, outside: Path, rng: random.Random) -> No
     data = with_member(
         *((folder / DENSE).read_bytes(), name, b" " * (256 << 20)),
         compress_type=zipfile.ZIP_DEFLATED,
+        compresslevel=1,
     )
     put(folder, DENSE, data)
 

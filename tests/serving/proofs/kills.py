@@ -29,6 +29,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._serving.remote_rows import RemoteRows, RowServers
@@ -119,6 +120,31 @@ class Asking:
         self._thread.join(START_S)
 
 
+def judge(
+    version: int, values: NDArray[np.float32], cut: float, is_of_one_moment: bool
+) -> tuple[bool, str]:
+    """Return whether an answer has a row of zeros, and what is wrong of it.
+
+    Args:
+        version: That answered.
+        values: [B, 1 + features]: its parameter, and the sum of each feature's row.
+        cut: The step that this version is of.
+        is_of_one_moment: Whether all rows have to be of one step. Servers go on with the log
+            at their own time.
+    """
+    rows = values[:, 1:] / DIM
+    steps = np.unique(rows)
+    if (rows == 0).any():
+        return True, f"version {version}: rows of steps {steps.tolist()}"
+    if not (np.isfinite(rows) & (rows == np.round(rows))).all():  # a row of two moments
+        return False, f"version {version}: rows of steps {steps.tolist()}, expected whole ones"
+    if not (values[:, 0] == cut).all():
+        return False, f"version {version} of step {cut}, weights {values[:3, 0].tolist()}"
+    if is_of_one_moment and (len(steps) > 1 or steps[0] < cut):
+        return False, f"version {version} of step {cut}: rows of {steps.tolist()}"
+    return False, ""
+
+
 class OverHttp:
     """Asks a ``serve`` by binary requests and checks what it says."""
 
@@ -140,17 +166,12 @@ class OverHttp:
                 self._connection.close()
             self._connection = None
             raise
-        rows, cut = values[:, 1:] / DIM, self._training.cut_of(version)
-        steps = np.unique(rows)
-        if (rows == 0).any():
-            return True, f"version {version}: rows of steps {steps.tolist()}"
-        self.last = version, float(steps[0])
-        if not (values[:, 0] == cut).all():
-            return False, f"version {version} of step {cut}, weights {values[:3, 0].tolist()}"
-        # Servers go on with the log at their own time.
-        if self._is_of_one_moment and (len(steps) > 1 or steps[0] < cut):
-            return False, f"version {version} of step {cut}: rows of {steps.tolist()}"
-        return False, ""
+        has_zeros, fault = judge(
+            version, values, self._training.cut_of(version), self._is_of_one_moment
+        )
+        if not has_zeros:
+            self.last = version, float(values[:, 1:].min()) / DIM
+        return has_zeros, fault
 
     def close(self) -> None:
         if self._connection is not None:
@@ -352,6 +373,17 @@ def settle(deployment: Deployment, over: list[OverHttp]) -> bool:
     return True
 
 
+def report(lines: Lines, clients: dict[str, Asking]) -> None:
+    """Show what was answered; zeros, mixed rows and failures fail the proof."""
+    for name, one in clients.items():
+        lines.show(f"{name}: answers", str(one.num_answers), "some", holds=one.num_answers > 0)
+        lines.show_none(f"{name}: with a vector of zeros", one.zeros)
+        lines.show_none(f"{name}: of no version and moment", one.mixed)
+        lines.show_none(f"{name}: failed", one.failed)
+        lines.show(f"{name}: failed while it was down", str(one.num_apart))
+        lines.show(f"{name}: the longest answer", f"{one.longest_s:.2f} s")
+
+
 def run(folder: Path, kills: int, seed: int) -> int:
     """Kill in a folder; returns the status to exit with."""
     rng, began = random.Random(seed), time.monotonic()
@@ -383,13 +415,7 @@ def run(folder: Path, kills: int, seed: int) -> int:
         ended = time.monotonic()
     for kind in KINDS:
         lines.show(f"killed: {kind}", str(killed[kind]))
-    for name, one in clients.items():
-        lines.show(f"{name}: answers", str(one.num_answers), "some", holds=one.num_answers > 0)
-        lines.show_none(f"{name}: with a vector of zeros", one.zeros)
-        lines.show_none(f"{name}: of no version and moment", one.mixed)
-        lines.show_none(f"{name}: failed", one.failed)
-        lines.show(f"{name}: failed while it was down", str(one.num_apart))
-        lines.show(f"{name}: the longest answer", f"{one.longest_s:.2f} s")
+    report(lines, clients)
     lines.show("the last version reached both servers", str(has_settled), "True")
     lines.show("seconds: all, killing", f"{ended - began:.0f}, {ended - killing:.0f}")
     return lines.end()

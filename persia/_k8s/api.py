@@ -1,0 +1,214 @@
+"""The calls to the Kubernetes API that an operator and a server of jobs make.
+
+kopf finds the credentials, and its HTTP library carries the calls: no client of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import aiohttp
+import kopf
+
+from persia._k8s.spec import API_VERSION, KIND, PLURAL
+from persia.errors import ConfigError, PersiaError
+
+logger = logging.getLogger(__name__)
+
+Object = Mapping[str, Any]
+
+# Seconds that a call may take.
+_TIMEOUT_S = 30.0
+_UNAUTHORIZED, _NOT_FOUND = 401, 404
+# Of each kind: what its resources are called. Which versions there are is in the objects.
+_PLURALS = {
+    KIND: PLURAL,
+    "Event": "events",
+    "Job": "jobs",
+    "JobSet": "jobsets",
+    "NetworkPolicy": "networkpolicies",
+    "Pod": "pods",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "Secret": "secrets",
+    "Service": "services",
+}
+
+
+class ApiError(PersiaError):
+    """The API refused a call; says what it was of, with the status of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Api(Protocol):
+    """What is called; objects are as JSON has them."""
+
+    async def create(self, found: Object) -> Object:
+        """Create an object; returns it as it is."""
+        ...
+
+    async def replace(self, found: Object, subresource: str = "") -> Object:
+        """Replace an object, of the version that it names."""
+        ...
+
+    async def delete(self, found: Object) -> None:
+        """Delete an object, and before it what it owns."""
+        ...
+
+    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
+        """Return an object."""
+        ...
+
+    async def list(
+        self, api_version: str, kind: str, namespace: str | None = None, **query: str
+    ) -> list[Object]:
+        """Return the objects of a namespace, or of all."""
+        ...
+
+
+def path_of(api_version: str, kind: str, namespace: str | None, name: str = "") -> str:
+    """Return the path of a resource, or of one object."""
+    root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"
+    place = "" if namespace is None else f"/namespaces/{namespace}"
+    return f"{root}{place}/{_PLURALS[kind]}" + (f"/{name}" if name else "")
+
+
+def _path_of(found: Object, *, with_name: bool = True) -> str:
+    meta = found["metadata"]
+    name = meta["name"] if with_name else ""
+    return path_of(found["apiVersion"], found["kind"], meta.get("namespace", "default"), name)
+
+
+def log_in() -> kopf.ConnectionInfo:
+    """Return the credentials of the pod's service account, or of kubectl's configuration.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    settings = kopf.OperatorSettings()
+    for source in (kopf.login_with_service_account, kopf.login_with_kubeconfig):
+        found = source(settings=settings)
+        if found is not None:
+            return found
+    raise ConfigError("expected a service account, or KUBECONFIG or ~/.kube/config, found none")
+
+
+class KubernetesApi:
+    """The API of a cluster over HTTP.
+
+    Tokens of service accounts are replaced every hour: one that is refused is read again.
+    """
+
+    def __init__(self) -> None:
+        self._info = log_in()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> KubernetesApi:
+        self._session = self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        info = self._info
+        context: ssl.SSLContext | bool = True
+        if info.server.startswith("https:"):
+            context = info.as_ssl_context()
+        return aiohttp.ClientSession(
+            headers=info.as_http_headers(),
+            connector=aiohttp.TCPConnector(ssl=context),
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+        )
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Object | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        for is_last in (False, True):
+            async with self._answer(method, path, body, query or {}) as answer:
+                content = await answer.read()
+                if answer.status == _UNAUTHORIZED and not is_last:
+                    await self._log_in_again()
+                    continue
+                found: dict[str, Any] = {}
+                with contextlib.suppress(ValueError):
+                    found = json.loads(content)
+                if answer.ok:
+                    return found
+                why = found.get("message") or answer.reason
+                raise ApiError(f"{method} {path}: {answer.status}: {why}", answer.status)
+        return {}  # not reached: the last answer is returned or raised
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: Object | None, query: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            raise ApiError(f"{method} {path}: the connection is closed", 0)
+        url = self._info.server.rstrip("/") + path
+        try:
+            async with self._session.request(method, url, json=body, params=query) as answer:
+                yield answer
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            why = str(exc) or type(exc).__name__
+            raise ApiError(f"{method} {path}: {why}", 0) from exc
+
+    async def _log_in_again(self) -> None:
+        self._info = log_in()
+        old, self._session = self._session, self._open()
+        if old is not None:
+            await old.close()
+
+    async def version(self) -> tuple[int, int]:
+        """Return the cluster's version."""
+        found = await self._call("GET", "/version")
+        return int(found["major"]), int(found["minor"].rstrip("+"))
+
+    async def has(self, path: str) -> bool:
+        """Return whether there is anything at a path."""
+        try:
+            await self._call("GET", path)
+        except ApiError as exc:
+            if exc.status == _NOT_FOUND:
+                return False
+            raise
+        return True
+
+    async def create(self, found: Object) -> Object:
+        return await self._call("POST", _path_of(found, with_name=False), found)
+
+    async def replace(self, found: Object, subresource: str = "") -> Object:
+        path = _path_of(found) + (f"/{subresource}" if subresource else "")
+        return await self._call("PUT", path, found)
+
+    async def delete(self, found: Object) -> None:
+        options: dict[str, Any] = {"propagationPolicy": "Foreground"}
+        if found["metadata"].get("uid"):
+            options["preconditions"] = {"uid": found["metadata"]["uid"]}
+        await self._call("DELETE", _path_of(found), options)
+
+    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
+        return await self._call("GET", path_of(api_version, kind, namespace, name))
+
+    async def list(
+        self, api_version: str, kind: str, namespace: str | None = None, **query: str
+    ) -> list[Object]:
+        path = path_of(api_version, kind, namespace)
+        found = (await self._call("GET", path, query=query))["items"]
+        # Of a list, items name neither version nor kind.
+        return [{**one, "apiVersion": api_version, "kind": kind} for one in found]
+
+
+JOB_KIND = (API_VERSION, KIND)

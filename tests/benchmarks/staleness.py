@@ -1,0 +1,215 @@
+"""What ``embedding_staleness="auto"`` costs and saves, beside 10 and 1.
+
+    python -m tests.benchmarks.staleness auc [--seeds 5] [--log avazu|criteo]
+    python -m tests.benchmarks.staleness speed [--pairs 10] [--net dlrm|light] [--mode local]
+
+``auc`` trains each log once per seed and bound. It prints the AUC on data that comes after,
+what 10 costs against 1, and what "auto" costs as a share of that. ``speed`` trains in turn
+under each bound, in one context, and prints samples a second as ratios to 10. Both print how
+many updates a lookup missed in the mean. Speed is for an idle machine; AUC depends on it as far
+as lateness does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import (
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.embedding.optim import Adagrad
+from persia.metrics import AUC
+
+BOUNDS: tuple[Any, ...] = (1, "auto", 10)
+BATCH_SIZE, DIM = 256, 16
+
+
+@dataclass
+class Log:
+    """Clicks: ids of each feature, dense columns, and whether each was a click."""
+
+    ids: NDArray[np.uint64]  # [samples, features]
+    dense: NDArray[np.float32]
+    clicks: NDArray[np.float32]
+    num_train: int
+
+    def batches(self, is_test: bool, size: int = BATCH_SIZE) -> Iterator[PersiaBatch]:
+        """Yield batches of the first part, or of the rest."""
+        first, end = (self.num_train, len(self.ids)) if is_test else (0, self.num_train)
+        for begin in range(first, end, size):
+            part = slice(begin, min(begin + size, end))
+            columns = enumerate(self.ids[part].T)
+            yield PersiaBatch(
+                [IDTypeFeatureWithSingleID(f"f{i}", column) for i, column in columns],
+                [NonIDTypeFeature(self.dense[part])],
+                [Label(self.clicks[part, None])],
+                requires_grad=not is_test,
+            )
+
+
+def generated(sizes: list[int], num_dense: int, steps: int, exponent: float, seed: int) -> Log:
+    """Draw a log: ids by a power law, clicks by a weight of each id and of pairs of them."""
+    rng = np.random.default_rng(seed)
+    num = steps * BATCH_SIZE + 20_000
+    ids = np.stack([(n * rng.random(num) ** exponent).astype(np.uint64) for n in sizes], 1)
+    dense = rng.normal(size=(num, num_dense)).astype(np.float32)
+    logits = dense @ rng.normal(0, 0.15, num_dense) - 1.6
+    factors = []
+    for column, size in zip(ids.T, sizes, strict=True):
+        logits += rng.normal(0, 1.5 / len(sizes) ** 0.5, size)[column]
+        factors.append(rng.normal(0, 0.5, (size, 2))[column])
+    for one, other in itertools.pairwise(factors):
+        logits += (one * other).sum(1)
+    clicks = (rng.random(num) < 1 / (1 + np.exp(-logits))).astype(np.float32)
+    return Log(ids, dense, clicks, steps * BATCH_SIZE)
+
+
+def log_of(name: str, seed: int) -> Log:
+    """Return a log by name; sizes and steps are those of the public data it is named after."""
+    if name == "avazu":
+        sizes = [7, 7, 24, 1000, 800, 20, 700, 300, 25, 5000, 20000, 2000, 5, 4, 900, 8, 9, 300]
+        return generated([*sizes, 4, 60, 150, 50], 1, 80, 3.0, seed)
+    sizes = [1000, 500, 40000, 20000, 200, 15, 8000, 400, 3, 9000, 4000, 40000, 3000]
+    return generated([*sizes, 26, 6000, 30000, 10, 3000, 1500, 4], 13, 430, 3.0, seed)
+
+
+class DLRM(nn.Module):
+    """Dot products of embeddings and dense features, then layers; ``width`` 0 is one layer."""
+
+    def __init__(self, num_features: int, num_dense: int, width: int) -> None:
+        super().__init__()
+        num = num_features + 1
+        self.bottom = nn.Sequential(nn.Linear(num_dense, max(width, 16)), nn.ReLU())
+        self.to_dim = nn.Linear(max(width, 16), DIM)
+        self.pairs = torch.tril_indices(num, num, -1)
+        inputs = self.pairs.shape[1] + DIM
+        hidden = [nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        self.top = nn.Sequential(*(hidden if width else []), nn.Linear(width or inputs, 1))
+
+    def forward(self, dense: Any, embeddings: Any) -> torch.Tensor:
+        bottom = self.to_dim(self.bottom(dense[0]))
+        rows = torch.stack([bottom, *embeddings], 1)
+        products = rows @ rows.transpose(1, 2)
+        flat = products[:, self.pairs[0], self.pairs[1]]
+        output: torch.Tensor = self.top(torch.cat([flat, bottom], 1))
+        return output
+
+
+def context(log: Log, seed: int, width: int) -> TrainCtx:
+    """Return a context, not entered, over new rows and a new net."""
+    torch.manual_seed(seed)
+    model = DLRM(log.ids.shape[1], log.dense.shape[1], width)
+    slots = {f"f{i}": {"dim": DIM} for i in range(log.ids.shape[1])}
+    return TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.05, initial_accumulator_value=1e-8),
+        dense_optimizer=torch.optim.Adam(model.parameters(), lr=0.001),
+        embedding_config=EmbeddingConfig(seed=seed, schema={"slots_config": slots}),
+        mixed_precision=False,
+    )
+
+
+def train(ctx: TrainCtx, log: Log, bound: Any, size: int = BATCH_SIZE) -> tuple[float, float]:
+    """Train one pass; return samples a second, and the mean of updates missed."""
+    metrics = ctx.metrics()
+    names = ("persia_missed_updates_sum", "persia_missed_updates_count")
+    before = [metrics.value(name) for name in names]
+    begin = time.perf_counter()
+    for batch in DataLoader(log.batches(False, size), embedding_staleness=bound):
+        logits, labels = ctx.forward(batch)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, (labels or [])[0])
+        ctx.backward(loss)
+    ctx.get_embedding_size()  # waits for the updates
+    seconds = time.perf_counter() - begin
+    missed, num = (metrics.value(name) - was for name, was in zip(names, before, strict=True))
+    return log.num_train / seconds, missed / num
+
+
+def auc_of(ctx: TrainCtx, log: Log) -> float:
+    """Return the AUC on the samples after the training's."""
+    auc = AUC(bins=None)
+    ctx.model.eval()
+    with eval_ctx(model=ctx.model) as evaluation, torch.no_grad():
+        for batch in DataLoader(log.batches(True, 5000)):
+            logits, labels = evaluation.forward(batch)
+            auc.update(logits, (labels or [])[0])
+    return float(auc.compute())
+
+
+def compare_auc(name: str, num_seeds: int) -> None:
+    """Print AUC and lateness of each bound."""
+    found: dict[Any, list[float]] = {bound: [] for bound in BOUNDS}
+    late: dict[Any, list[float]] = {bound: [] for bound in BOUNDS}
+    for seed in range(num_seeds):
+        log = log_of(name, seed)
+        for bound in BOUNDS:
+            with context(log, seed, 64) as ctx:
+                late[bound].append(train(ctx, log, bound)[1])
+                found[bound].append(auc_of(ctx, log))
+    mean = {bound: statistics.fmean(values) for bound, values in found.items()}
+    for bound in BOUNDS:
+        each = " ".join(f"{value:.4f}" for value in found[bound])
+        missed = statistics.fmean(late[bound])
+        print(f"{name} {bound!s:>4}: AUC {mean[bound]:.5f}  missed {missed:.2f}  ({each})")
+    cost, of_auto = mean[1] - mean[10], mean[1] - mean["auto"]
+    print(f"{name}: 10 costs {cost:.5f}, auto {of_auto:.5f}, a share of {of_auto / cost:.2f}")
+
+
+def compare_speed(net: str, mode: str, num_pairs: int) -> None:
+    """Print samples a second under each bound, by those of 10, in turn."""
+    from persia.helper import PersiaServiceCtx
+
+    log = log_of("criteo", 0)
+    services: Any = contextlib.nullcontext() if mode == "embedded" else PersiaServiceCtx()
+    ratios: dict[Any, list[float]] = {bound: [] for bound in BOUNDS}
+    late: dict[Any, list[float]] = {bound: [] for bound in BOUNDS}
+    with services, context(log, 0, 512 if net == "dlrm" else 0) as ctx:
+        train(ctx, log, "auto")  # the ramp, and new rows
+        for _ in range(num_pairs):
+            speeds = {}
+            for bound in BOUNDS:
+                speeds[bound], missed = train(ctx, log, bound)
+                late[bound].append(missed)
+            for bound in BOUNDS:
+                ratios[bound].append(speeds[bound] / speeds[10])
+    for bound in BOUNDS:
+        ratio, missed = statistics.median(ratios[bound]), statistics.fmean(late[bound])
+        print(f"{mode} {net} {bound!s:>4}: {ratio:.3f} of 10, missed {missed:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["auc", "speed"])
+    parser.add_argument("--log", default="avazu", choices=["avazu", "criteo"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--net", default="dlrm", choices=["dlrm", "light"])
+    parser.add_argument("--mode", default="embedded", choices=["embedded", "local"])
+    parser.add_argument("--pairs", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "auc":
+        compare_auc(options.log, options.seeds)
+    else:
+        compare_speed(options.net, options.mode, options.pairs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Calls of the API over HTTP, to a server that answers as a cluster's does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("kopf")
+
+from aiohttp import web
+
+from persia._k8s.api import JOB_KIND, ApiError, KubernetesApi, log_in, path_of
+from persia.errors import ConfigError
+from tests.k8s.specs import original
+from tests.support.fixtures import Monkey
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def write_config(path: Path, port: int, token: str) -> None:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}/"}}],
+        "users": [{"name": "u", "user": {"token": token}}],
+    }
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def run(
+    config: Path, handler: Handler, calls: Callable[[KubernetesApi], Awaitable[None]]
+) -> None:
+    async def play() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        write_config(config, runner.addresses[0][1], "old")
+        try:
+            async with KubernetesApi() as api:
+                await calls(api)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(play())
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: Monkey) -> Path:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+def test_paths_are_those_of_the_api() -> None:
+    assert path_of("v1", "Pod", None) == "/api/v1/pods"
+    assert path_of("batch/v1", "Job", "n", "j") == "/apis/batch/v1/namespaces/n/jobs/j"
+    assert path_of(*JOB_KIND, "n") == "/apis/persia.com/v1/namespaces/n/persiajobs"
+
+
+def test_each_call_is_the_request_that_it_says(config: Path) -> None:
+    seen: list[tuple[str, str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer old"
+        body = await request.json() if request.can_read_body else None
+        seen.append((request.method, request.path_qs, body))
+        if request.path == "/version":
+            return web.json_response({"major": "1", "minor": "20+"})
+        if request.path == "/apis/none":
+            return web.json_response({"message": "no such thing"}, status=404)
+        return web.json_response({"items": [{"metadata": {"name": "x"}}]})
+
+    async def calls(api: KubernetesApi) -> None:
+        job = original()
+        job["metadata"]["uid"] = "u"
+        await api.create(job)
+        await api.replace(job, "status")
+        await api.delete(job)
+        (pod,) = await api.list("v1", "Pod", labelSelector="persia_job=a,b")
+        assert pod == {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
+        assert await api.version() == (1, 20)
+        assert await api.has("/apis/batch/v1")
+        assert not await api.has("/apis/none")
+
+    run(config, handler, calls)
+    jobs = "/apis/persia.com/v1/namespaces/default/persiajobs"
+    assert [(method, path) for method, path, _ in seen[:4]] == [
+        ("POST", jobs),
+        ("PUT", f"{jobs}/adult-income/status"),
+        ("DELETE", f"{jobs}/adult-income"),
+        ("GET", "/api/v1/pods?labelSelector=persia_job%3Da,b"),
+    ]
+    # The name is free again only when all that it owned is gone.
+    assert seen[2][2] == {"propagationPolicy": "Foreground", "preconditions": {"uid": "u"}}
+
+
+def test_a_token_that_is_refused_is_read_again(config: Path) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if request.headers["Authorization"] == "Bearer new":
+            return web.json_response({"items": []})
+        write_config(config, request.url.port or 0, "new")
+        return web.json_response({"message": "Unauthorized"}, status=401)
+
+    async def calls(api: KubernetesApi) -> None:
+        assert await api.list("v1", "Pod") == []
+
+    run(config, handler, calls)
+
+
+def test_what_is_refused_says_why(config: Path) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if request.path.endswith("pods"):
+            return web.Response(text="<html>", status=503)
+        return web.json_response({"message": "exceeded quota"}, status=403)
+
+    async def calls(api: KubernetesApi) -> None:
+        with pytest.raises(
+            ApiError, match=r"POST /apis/persia.com.*: 403: exceeded quota"
+        ) as at:
+            await api.create(original())
+        assert at.value.status == 403
+        with pytest.raises(ApiError, match="GET /api/v1/pods: 503: Service Unavailable"):
+            await api.list("v1", "Pod")
+
+    run(config, handler, calls)
+
+
+def test_an_api_that_is_away_and_credentials_that_are_none(
+    config: Path, monkeypatch: Monkey
+) -> None:
+    async def calls() -> None:
+        async with KubernetesApi() as api:
+            with pytest.raises(ApiError, match=r"GET /version: .*127\.0\.0\.1:1") as at:
+                await api.version()
+            assert at.value.status == 0
+
+    write_config(config, 1, "t")
+    asyncio.run(calls())
+    monkeypatch.setenv("KUBECONFIG", "")
+    monkeypatch.setenv("HOME", str(config.parent))
+    with pytest.raises(ConfigError, match="expected a service account, or KUBECONFIG"):
+        log_in()
