@@ -240,8 +240,12 @@ class _Pass:
                     target=self._look_up_all, name="persia-prefetch", daemon=True
                 )
                 self._thread.start()
-            item.is_queued = True
-            self._queue.put(item)
+            # Those read before the places of ids were known come first: a permit that a later
+            # batch had before them would let it miss their steps.
+            for one in items:
+                if not one.is_queued:
+                    one.is_queued = True
+                    self._queue.put(one)
         return True
 
     def _await(self, item: _Item) -> None:

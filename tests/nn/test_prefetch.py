@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader
 import persia.nn
 import persia.optim
 from persia.errors import ConfigError
+from persia.nn.prefetch import _Pass
+from tests.support.waiting import until
 
 NUM = 24
 
@@ -77,6 +79,22 @@ def test_at_depth_1_results_are_those_without_bit_for_bit() -> None:
     assert loader.num_hits >= 3 * (NUM - 4)
     assert len(loader) == NUM
     assert loader.batch_size == 8
+
+
+def test_lookups_begin_in_the_order_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the lookup thread is always faster than the loop."""
+    read = _Pass._read
+
+    def read_and_wait(self: Any, source: Any, items: Any) -> bool:
+        is_read = read(self, source, items)
+        queued = [item for item in items if item.is_queued]
+        until(lambda: not queued or any(item.done.is_set() for item in queued))
+        return is_read
+
+    _, expected = trained("plain in order", None)
+    monkeypatch.setattr(_Pass, "_read", read_and_wait)
+    _, losses = trained("ahead in order", 1)
+    assert losses == expected
 
 
 def test_deeper_lookups_hit_as_well() -> None:
