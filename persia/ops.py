@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from persia._modules import lookups, requests
-from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep, pending_of
+from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep
 from persia._modules.tables import find
 
 __all__ = ["gradient", "lookup", "update"]
@@ -139,13 +139,9 @@ def _update(
     asked = features[0].asked
     feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
     sums = lookups.sum_gradient(feature, gradient.view(-1, found.dim))
-    pending = pending_of(found)
-    own, pending.gradients = pending.gradients, [lookups.RowGradient(asked.distinct, sums)]
-    anchor, found.anchor.grad = found.anchor.grad, None
-    try:
-        lookups.step([TableStep(found, lr)], 1.0)
-    finally:
-        pending.gradients, found.anchor.grad = own, anchor
+    step = TableStep(found, lr)
+    step.ids, step.sums = asked.distinct, sums
+    lookups.apply([(step, lookups.RowGradient(asked.distinct, sums))], 1.0)
     version.add_(1)
 
 
@@ -167,27 +163,16 @@ def _fake_lookup(
     tables: list[str],
     modes: list[str],
     dims: list[int],
-    padding: int | None,
-    trains: bool,
-    has_gradient: bool,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = _num_samples(ids, offsets, len(tables)) * sum(dims)
     return anchors[0].new_empty(size), torch.empty(1, dtype=torch.int64)
 
 
 def _fake_gradient(
-    ticket: torch.Tensor,
-    gradient: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    tables: list[str],
-    modes: list[str],
-    dims: list[int],
-    padding: int | None,
-    needs_weights: bool,
-    call: int,
+    ticket: torch.Tensor, gradient: torch.Tensor, ids: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, tables, _, _, _, needs_weights, _ = rest
     size = ids.numel() if needs_weights else 0
     return gradient.new_empty(len(tables), 2), gradient.new_empty(size)
 

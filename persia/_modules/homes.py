@@ -27,9 +27,7 @@ import torch
 
 from persia import _context_stack, env
 from persia._cluster.embedded import build_embedding_worker
-from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._core.ids.signs import pack_all
 from persia._modules.tables import ModuleTable, all_tables
 from persia._process_exit import mark_participated
 from persia._rpc.messages import (
@@ -39,12 +37,11 @@ from persia._rpc.messages import (
     OptimizerSettings,
     PooledOutput,
     RawOutput,
-    TableEntries,
 )
 from persia._rpc.worker_pool import EmbeddingWorkers
 from persia._training.backward import BackwardPipeline
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
-from persia._training.inflight import InFlightBatch, InFlightTracker, Reason
+from persia._training.inflight import InFlightBatch, InFlightTracker
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.ctx.connection import Connection
 from persia.ctx.embedding import EmbeddingCtx
@@ -52,6 +49,7 @@ from persia.embedding import Normal
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, InternalError, NotConfigured, did_you_mean
 from persia.logger import get_logger
+from persia.tables import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,7 +65,6 @@ _logger = get_logger("persia.nn")
 _PREFIX_BITS = 8
 _MAX_TABLES = (1 << _PREFIX_BITS) - 1
 _BACKWARD_WORKERS = 8
-_ROWS_PER_WRITE = 1 << 18  # a request to servers stays below the bound of a message
 _BACKWARD_CAPACITY = 64
 
 _lock = threading.RLock()  # guards homes while they are made
@@ -79,8 +76,6 @@ class SlotRows:
 
     dim: int
     table: int  # number of its row settings, which a learning rate is for
-    prefix: int  # feature bits of its signs, in their place
-    prefix_bits: int
     # Jagged ones give rows as they are; of others each distinct id is sent as a sample.
     output: type[JaggedOutput | RawOutput | PooledOutput]
     has_own_optimizer: bool  # by the embedding config
@@ -227,16 +222,16 @@ class RowHome:
         elif self._own_engine is not None:
             self._own_engine.flush()
 
+    def read(self, name: str, ids: NDArray[np.uint64]) -> Floats:
+        """Return rows by id, as the next lookup would find them; it inserts none."""
+        missing = "initial" if self.trains else "zeros"
+        with self._says_what_to_write(name):
+            return Table(self.worker, name, flush=self.wait).read(ids, missing)
+
     def write(self, name: str, ids: NDArray[np.uint64], values: NDArray[np.float32]) -> None:
-        """Write rows by id, with the state of new ones."""
-        slot = self.slots[name]
-        signs, _ = pack_all([ids], (slot.prefix,), slot.prefix_bits, ThreadPool(1))
-        self.wait()
-        for begin in range(0, len(signs), _ROWS_PER_WRITE):
-            part = slice(begin, begin + _ROWS_PER_WRITE)
-            entries = TableEntries(slot.table, signs[part], values[part], None)
-            with self._says_what_to_write(name):
-                self.worker.set_embedding([entries])
+        """Write rows by id; new ones get the state that training begins them with."""
+        with self._says_what_to_write(name):
+            Table(self.worker, name, flush=self.wait).write(ids, values)
 
     @contextlib.contextmanager
     def _says_what_to_write(self, name: str) -> Iterator[None]:
@@ -430,8 +425,6 @@ def slots_of(worker: EmbeddingWorker) -> dict[str, SlotRows]:
             name: SlotRows(
                 slot.dim,
                 slot.table,
-                slot.prefix,
-                schema.prefix_bits,
                 _OUTPUTS.get(slot.pooling, PooledOutput),
                 schema.tables[slot.table].settings.optimizer is not None,
             )
@@ -446,16 +439,15 @@ def slots_of(worker: EmbeddingWorker) -> dict[str, SlotRows]:
         raise ConfigError(
             "the servers' embedding config is too long for modules to read its slots"
         ) from None
-    bits, settings = meaning["feature_index_prefix_bit"], meaning["settings"]
+    settings = meaning["settings"]
     plain = {name: slot for name, slot in meaning["slots"].items() if not slot[3]}
     # The fingerprint leaves out pooling: an evaluation lookup of one id shows it.
     probes = tuple(FeatureBatch.from_single(name, np.zeros(1, np.uint64)) for name in plain)
     outputs = worker.lookup_direct(IDFeatures(probes, 0, False)).outputs
     found = {}
     for (name, (dim, group, table, *_)), output in zip(plain.items(), outputs, strict=True):
-        prefix = (meaning["groups"].index(group) + 1) << (64 - bits)
         has_own = settings.get(group, {}).get("optimizer") is not None
-        found[name] = SlotRows(dim, table, prefix, bits, type(output), has_own)
+        found[name] = SlotRows(dim, table, type(output), has_own)
     return found
 
 
@@ -559,19 +551,11 @@ def write_rows(
 
 
 def read_rows(table: ModuleTable, ids: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Return rows by id, as training would find them; nothing stays in flight."""
+    """Return rows by id, as training would find them."""
     if (
         not has_home(table)
         and table.first_rows
         and np.array_equal(table.first_rows[-1][0], ids)
     ):
         return table.first_rows[-1][1]
-    home = home_of(table)
-    offsets = np.array([0, len(ids)], np.int64)
-    feature = FeatureBatch.from_csr(table.name, ids, offsets)
-    if not home.trains:
-        (rows,) = home.look_up([feature])
-    else:
-        batch, (rows,), _ = home.look_up_to_train([feature])
-        home.tracker.release(batch, Reason.UNUSED)
-    return rows[feature.inverse]
+    return home_of(table).read(table.name, ids)

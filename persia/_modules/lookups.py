@@ -440,13 +440,20 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
     Gradients are divided by ``reduction``. They stay with the table until they are cleared, as
     the gradient of a parameter does.
     """
+    given = [(one, one.scale()) for one in steps if pending_of(one.table).gradients]
+    apply(given, reduction)
+    for one, _ in given:
+        pending_of(one.table).num_backwards = 0
+    for listener in list(after_step):
+        listener()
+
+
+def apply(steps: Sequence[tuple[TableStep, RowGradient]], reduction: float) -> None:
+    """Step rows by the sums of each ``TableStep``, which are of the distinct ids beside it."""
     release_orphans()
     by_request: dict[int, tuple[RowRequest, dict[int, TableStep]]] = {}
     alone: dict[int, tuple[RowHome, list[tuple[TableStep, RowGradient]]]] = {}
-    for one in steps:
-        if not pending_of(one.table).gradients:
-            continue
-        gradient = one.scale()
+    for one, gradient in steps:
         request, gradient.request = gradient.request, None
         if (
             request is not None
@@ -469,8 +476,6 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
         by_request[id(new)] = new, {place: part for place, (part, _) in enumerate(parts)}
     for request, places in by_request.values():
         _send(request, places, reduction)
-    for listener in list(after_step):
-        listener()
 
 
 def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -> None:
@@ -492,7 +497,6 @@ def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -
     home.engine.pack(batch)
     home.engine.submit([batch], reduction)
     for one in places.values():
-        pending_of(one.table).num_backwards = 0
         for padding in list(one.table.padding_rows):
             if (one.ids == np.uint64(padding % (1 << 64))).any():
                 del one.table.padding_rows[padding]  # it was trained by other means

@@ -39,6 +39,7 @@ class TableModule(RowModule):
         embedding_dim: int | None,
         padding_idx: int | None,
         name: str | None,
+        num_embeddings: int | None,
         initialization: InitialValues | None,
         refused: Mapping[str, object],
         is_new: bool,
@@ -52,8 +53,11 @@ class TableModule(RowModule):
                 raise ConfigError(f"{kind}: {option} {_INSTEAD[option]}")
         if embedding_dim is None:
             raise ConfigError(f"{kind}: expected a name and a dim, as {kind}('user', 16)")
-        name = table if isinstance(table, str) else name
-        self.num_embeddings = None if isinstance(table, str) else table
+        if isinstance(table, str):
+            name = table
+        elif table is not None:
+            num_embeddings = table
+        self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         if padding_idx is not None and padding_idx < 0 and self.num_embeddings is not None:
             padding_idx += self.num_embeddings
@@ -218,12 +222,10 @@ class Embedding(TableModule):
         is_new: bool = False,
     ) -> None:
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
-        given = num_embeddings if table is None else table
         super().__init__(
-            given, embedding_dim, padding_idx, name, initialization, refused, is_new
+            *(table, embedding_dim, padding_idx, name, num_embeddings),
+            *(initialization, refused, is_new),
         )
-        if isinstance(table, str):
-            self.num_embeddings = num_embeddings
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name of the argument
         """Return the vectors of ids of any shape: that shape, and the dim behind it.
@@ -273,12 +275,10 @@ class EmbeddingBag(TableModule):
         is_new: bool = False,
     ) -> None:
         refused = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq}
-        given = num_embeddings if table is None else table
         super().__init__(
-            given, embedding_dim, padding_idx, name, initialization, refused, is_new
+            *(table, embedding_dim, padding_idx, name, num_embeddings),
+            *(initialization, refused, is_new),
         )
-        if isinstance(table, str):
-            self.num_embeddings = num_embeddings
         if mode not in MODES:
             raise ConfigError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
         self.mode = mode
