@@ -5,33 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from persia import cpp_extension
-from persia.cpp_extension import (
-    CompilerBuilder,
-    ModuleBuild,
-    TorchBuilder,
-    cached_load_arcadia_extension,
-    cached_load_prebuilt_extension,
-    cached_load_torch_cpp_extension,
-    compile_shared_library,
-    get_cpp_sources_list_from_folder,
-    get_default_cpp_cflags,
-)
+from persia.cpp_extension import *  # noqa: F403
 
 if TYPE_CHECKING:
     from persia.cpp_extension import BuildPrebuilt as BuildPrebuilt
 
-# Without BuildPrebuilt: `import *` would load setuptools.
-__all__ = [
-    "CompilerBuilder",
-    "ModuleBuild",
-    "TorchBuilder",
-    "cached_load_arcadia_extension",
-    "cached_load_prebuilt_extension",
-    "cached_load_torch_cpp_extension",
-    "compile_shared_library",
-    "get_cpp_sources_list_from_folder",
-    "get_default_cpp_cflags",
-]
+__all__: list[str] = []
+__all__ += cpp_extension.__all__  # without BuildPrebuilt: `import *` would load setuptools
 
 if not TYPE_CHECKING:  # where any name would be taken for one
 

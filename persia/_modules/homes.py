@@ -45,7 +45,7 @@ from persia._training.inflight import InFlightBatch, InFlightTracker
 from persia.config import EmbeddingSchema, GlobalConfig
 from persia.ctx.connection import Connection
 from persia.ctx.embedding import EmbeddingCtx
-from persia.embedding import Normal
+from persia.embedding import EmbeddingConfig, Normal
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, InternalError, NotConfigured, did_you_mean
 from persia.logger import get_logger
@@ -484,14 +484,11 @@ def _configure(home: RowHome, table: ModuleTable) -> None:
             f"{table.optimizer.name}}}}}` under group_settings of the embedding config"
         )
     mark_participated()
-    home.worker.configure(
-        HyperParameters(
-            Normal(0.0, 1.0).settings(),
-            1.0,
-            table.weight_bound,
-            torch.initial_seed() % (1 << 64),
-        )
-    )
+    # The seed is that of contexts: ranks, and scripts one after another, must agree on it, and
+    # torch's is another in each process.
+    seed = EmbeddingConfig().seed
+    initial = Normal(0.0, 1.0).settings()
+    home.worker.configure(HyperParameters(initial, 1.0, table.weight_bound, seed))
     home.worker.register_optimizer(table.optimizer)
     home.optimizer = table.optimizer
 

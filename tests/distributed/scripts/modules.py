@@ -89,6 +89,10 @@ def main() -> None:
     found: dict[str, Any] = {} if world_size > 1 else use_before_an_optimizer()
     both = twins(optimizer)
     torch.manual_seed(rank)  # as scripts do to shuffle by rank
+    for turn in range(world_size if world_size > 1 else 0):
+        if turn == rank:  # the others configure servers that have rows
+            both.ours.user(torch.arange(ROWS).view(-1, 1))
+        dist.barrier()
     found["losses"] = train(both, int(steps), rank, world_size)
     found |= state(both)
     if folder:
