@@ -132,6 +132,10 @@ test-all: test test-slow  ## every tier
 compose-test:  ## the stack of compose.yaml: same bits, failures, chaos (needs Docker)
 	$(PYTHON) -m tests.compose $(COMPOSE_STEPS)
 
+.PHONY: k8s-test
+k8s-test: build  ## jobs on the cluster of KUBECONFIG, one for tests (PERSIA_TEST_CLUSTER=1)
+	$(PYTEST) -q tests/e2e/test_kubernetes.py
+
 audit:  ## known holes in what the images are made of (says so where it cannot know)
 	{ test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
 	  build/audit/bin/pip install --quiet --disable-pip-version-check 'pip-audit>=2.7,<3'; }; } || \

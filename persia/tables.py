@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import ArrayLike, NDArray
-    from typing_extensions import Self
 
     from persia._rpc.messages import EmbeddingWorker, TableInfo
 
@@ -77,7 +76,6 @@ class Table:
         group: The group whose features share these rows.
         features: All of them.
         dim: Values of a vector.
-        frozen: Whether modules of ``persia.nn`` leave these rows as they are, without a step.
 
     Raises:
         DataError: If the embedding config has no such feature.
@@ -96,29 +94,11 @@ class Table:
         self._info = info
         self.name, self.group, self.features = info.feature, info.group, info.features
         self.dim = info.dim
-        self.frozen = False
         self._mask = np.uint64((1 << info.index_bits) - 1)
         self._call_rows = max(1, min(_CALL_ROWS, _CALL_BYTES // (4 * info.dim)))
 
     def __repr__(self) -> str:
         return f"Table({self.name!r}, dim={self.dim}, group={self.group!r})"
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        worker: EmbeddingWorker,
-        feature: str,
-        ids: ArrayLike,
-        vectors: Any,
-        *,
-        freeze: bool = True,
-        flush: Callable[[], None] | None = None,
-    ) -> Self:
-        """Write pretrained vectors; return the table, ``frozen`` as ``freeze`` says."""
-        table = cls(worker, feature, flush=flush)
-        table.write(ids, vectors)
-        table.frozen = freeze
-        return table
 
     # --- by id ------------------------------------------------------------------------------
 

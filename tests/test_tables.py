@@ -359,14 +359,6 @@ def test_an_optimizer_without_state_has_none() -> None:
         assert (found.tolist(), states.shape) == ([True, False], (2, 0))
 
 
-def test_pretrained_vectors_are_frozen_unless_they_are_not(table: Table) -> None:
-    made = Table.from_pretrained(table._worker, "sum", [1, 2], ONES)
-    assert made.frozen
-    assert (table.read([1, 2]) == 1).all()
-    assert not Table.from_pretrained(table._worker, "sum", [1], ONES[:1], freeze=False).frozen
-    assert not table.frozen
-
-
 def test_rows_that_are_replaced_during_a_walk_end_it() -> None:
     servers = make_servers(2)
     with contextlib.closing(make_worker(servers)) as worker:

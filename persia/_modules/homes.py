@@ -321,6 +321,9 @@ def _home_in_context(table: ModuleTable) -> RowHome | None:
             home.optimizer = None if optimizer is None else optimizer.settings()
         if table.name in home.slots:
             check_slot(table, home)
+            if table.first_rows and home.trains:
+                with _lock:
+                    _write_first_rows(table, home)
             return home
     return None
 

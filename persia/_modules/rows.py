@@ -23,7 +23,6 @@ class ModuleRows(Table):
             home.worker, table.name, flush=self._await_home, is_read_only=not home.trains
         )
         self._table = table
-        self.frozen = not table.anchor.requires_grad
 
     def _await_home(self) -> None:
         home = home_of(self._table)

@@ -119,14 +119,11 @@ class StalenessLimiter:
     def _admits(self, needs_permit: bool) -> bool:
         if self._is_closed or self.staleness is None:
             return True
-        most = controlled = self.staleness
-        if self._controller is not None:
-            controlled = self._controller.permits
-            most = min(controlled + self._num_kept, most)
-        if needs_permit and self._num_permits >= most:
+        if needs_permit and self.is_exhausted():
             return False
         if not self._on_demand:
             return True
+        controlled = self.staleness if self._controller is None else self._controller.permits
         # One that was abandoned may have ended before older ones.
         if self._open and min(self._open) <= self._num_taken - controlled:
             return False
@@ -175,7 +172,11 @@ class StalenessLimiter:
             self._looked_up.notify_all()
 
     def await_lookups(self, place: int) -> None:
-        """Wait until all lookups were made that are not to see this batch's update."""
+        """Wait until all lookups were made that are not to see this batch's update.
+
+        They wait for nothing but the user's loop, which may rest: so there is no deadline, as
+        there is none for the next batch to be taken. The end of the pass ends it.
+        """
         with self._lock:
             last = place + (self.staleness or 1) - 1
             while self._num_looked_up <= last and not self._has_ended:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from persia import ops
+from persia._modules.homes import write_rows
 from persia._modules.lookups import PER_ID
+from persia._modules.requests import ids_of
 from persia._modules.rows import ModuleRows
 from persia._modules.tables import ModuleTable, declare, declare_new
 from persia.errors import ConfigError, DataError
@@ -136,19 +138,26 @@ class TableModule(RowModule):
         embeddings: torch.Tensor,
         freeze: bool = True,
         *,
+        ids: torch.Tensor | None = None,
         table: str | None = None,
         **options: Any,
     ) -> Self:
-        """Return a module whose rows 0, 1, ... are those of ``embeddings`` f32 [n, dim].
+        """Return a module with rows ``embeddings`` f32 [n, dim], of ``ids`` [n] or 0, 1, ...
 
         A frozen one sends no updates, and an id without a row has zeros.
         """
         if embeddings.dim() != 2:
             raise DataError(f"embeddings: expected [n, dim], got {list(embeddings.shape)}")
         count, dim = embeddings.shape
-        module = cls(count if table is None else table, dim, **options)
-        module.num_embeddings = count
-        module.weight.copy_(embeddings)
+        if ids is not None and ids.shape != (count,):
+            raise DataError(f"ids: expected [{count}], one a row, got {list(ids.shape)}")
+        module = cls(table, dim, **options)
+        if ids is None:
+            module.num_embeddings = count
+            module.weight.copy_(embeddings)
+        else:
+            rows = embeddings.detach().to("cpu", torch.float32).contiguous().numpy()
+            write_rows(module._tables[0], ids_of(ids), rows)
         module.anchor.requires_grad_(not freeze)
         return module
 

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ import yaml
 from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
 from tests.k8s.specs import original
+from tests.support import waiting
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -68,13 +68,15 @@ def namespace(kubectl: Callable[..., str], request: pytest.FixtureRequest) -> It
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.2)
-    raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}")
+    """Return what the condition is, once it is true."""
+    found: list[Any] = [None]
+
+    def is_so() -> bool:
+        found[0] = condition()
+        return bool(found[0])
+
+    waiting.until(is_so, DEADLINE_S, look_s=0.2, details=lambda: what)
+    return found[0]
 
 
 def document(namespace: str, **annotations: str) -> dict[str, Any]:
@@ -105,6 +107,17 @@ def operator(namespace: str, log: Path, kubeconfig: str | None = None) -> Iterat
 def status_of(kubectl: Callable[..., str], namespace: str) -> dict[str, Any]:
     text = kubectl("get", "pj", "adult-income", "-n", namespace, "-o", "json")
     found: dict[str, Any] = json.loads(text).get("status", {})
+    return found
+
+
+def status_in(kubectl: Callable[..., str], namespace: str, phase: str) -> dict[str, Any]:
+    """Return the job's status, once it is in a phase."""
+
+    def status() -> dict[str, Any] | None:
+        found = status_of(kubectl, namespace)
+        return found if found.get("phase") == phase else None
+
+    found: dict[str, Any] = until(status, phase)
     return found
 
 
@@ -154,18 +167,12 @@ def test_a_job_runs_ends_and_leaves_nothing_also_if_its_operator_is_restarted(
     log = tmp_path / "operator.log"
     with operator(namespace, log):
         kubectl("apply", "-f", "-", text=text)
-        until(lambda: status_of(kubectl, namespace).get("phase") == "Running", "Running")
+        status_in(kubectl, namespace, "Running")
         before = names(kubectl, namespace)
     with operator(namespace, log):
         for pod in kubectl("get", "pods", "-n", namespace, "-o", "name").split():
             kubectl("annotate", "-n", namespace, pod, "k8s-here/after=0", "--overwrite")
-        found = until(
-            lambda: (
-                status_of(kubectl, namespace).get("phase") == "Succeeded"
-                and status_of(kubectl, namespace)
-            ),
-            "Succeeded",
-        )
+        found = status_in(kubectl, namespace, "Succeeded")
         assert found["restarts"] == 0
         assert found["replicaStatuses"]["nn-worker"]["succeeded"] == 2
         # The second operator created nothing that the first one had.
@@ -181,13 +188,7 @@ def test_a_trainer_that_fails_is_named_with_its_exit_code(
     found["spec"]["maxRestarts"] = 1
     with operator(namespace, tmp_path / "log"):
         kubectl("apply", "-f", "-", text=yaml.safe_dump(found))
-        status = until(
-            lambda: (
-                status_of(kubectl, namespace).get("phase") == "Failed"
-                and status_of(kubectl, namespace)
-            ),
-            "Failed",
-        )
+        status = status_in(kubectl, namespace, "Failed")
     assert status["restarts"] == 1
     assert "exit code 7" in status["message"]
     assert status["message"].startswith("adult-income-nn-worker-")
@@ -197,7 +198,12 @@ def test_a_quota_is_the_message_of_a_job_that_it_keeps_from_running(
     kubectl: Callable[..., str], namespace: str, tmp_path: Path
 ) -> None:
     kubectl("create", "quota", "team", "--hard=pods=3", "-n", namespace)
-    time.sleep(2)  # the quota's controller has to have counted
+    until(
+        lambda: kubectl(
+            "get", "quota", "team", "-n", namespace, "-o", "jsonpath={.status.used}"
+        ),
+        "the quota has counted",
+    )
     with operator(namespace, tmp_path / "log"):
         kubectl("apply", "-f", "-", text=yaml.safe_dump(document(namespace, after="never")))
         until(
@@ -244,7 +250,7 @@ def test_the_operator_works_with_its_role_and_may_do_nothing_else(
         assert asked.strip() == answer, (verb, of)
     with operator(namespace, tmp_path / "log", _kubeconfig_of(kubectl, namespace, tmp_path)):
         kubectl("apply", "-f", "-", text=yaml.safe_dump(document(namespace)))
-        until(lambda: status_of(kubectl, namespace).get("phase") == "Succeeded", "Succeeded")
+        status_in(kubectl, namespace, "Succeeded")
     assert "403" not in (tmp_path / "log").read_text()
 
 

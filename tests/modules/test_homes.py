@@ -75,6 +75,14 @@ def test_two_servers_give_the_losses_of_torch() -> None:
             assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+def test_rows_that_were_copied_before_a_context_are_in_its_tables() -> None:
+    theirs = nn.Embedding(4, 3)
+    ours = persia.nn.convert(nn.ModuleDict({"copied": theirs}))["copied"]  # type: ignore[index]
+    with a_context(SGD(lr=1.0), copied={"dim": 3, "pooling": "jagged"}) as ctx:
+        assert torch.equal(ours(torch.arange(4)), theirs.weight)
+        assert sum(ctx.get_embedding_size()) == 4
+
+
 def test_what_a_context_does_not_agree_with_is_refused() -> None:
     with a_context(SGD(lr=1.0), fixed={"dim": 3, "pooling": "jagged"}):
         with pytest.raises(ConfigError, match="embedding_dim is 4, and the embedding config"):

@@ -20,7 +20,6 @@ def test_rows_by_id_are_those_that_lookups_find() -> None:
     optimizer.step()
     table = module.table
     assert (table.name, table.dim, len(table)) == ("by id", 3, 2)
-    assert not table.frozen
     ids = torch.tensor([5, 1 << 40])
     assert np.array_equal(table.read(ids), module(ids).detach().numpy())
     module(ids).sum().backward()
@@ -43,8 +42,6 @@ def test_rows_that_convert_has_copied_are_there_before_a_lookup() -> None:
     theirs = torch.nn.Embedding(4, 2)
     module = persia.nn.convert(torch.nn.ModuleDict({"kept": theirs}))["kept"]  # type: ignore[index]
     assert np.array_equal(module.table.read(np.arange(4)), theirs.weight.detach().numpy())
-    module.requires_grad_(False)
-    assert module.table.frozen
 
 
 def test_rows_of_a_collection_are_by_feature() -> None:

@@ -174,3 +174,24 @@ def test_bad_bags_are_refused() -> None:
         module(torch.tensor([[1]]), per_sample_weights=torch.ones(1, 1))
     with pytest.raises(DataError, match="offsets"):
         module(torch.tensor([1, 2]), torch.tensor([0, 9]))
+
+
+@pytest.mark.parametrize("ids", [None, torch.tensor([7, 1 << 40])])
+def test_pretrained_rows_are_left_alone_unless_they_are_to_train(
+    ids: torch.Tensor | None,
+) -> None:
+    asked = torch.tensor([0, 1]) if ids is None else ids
+    for freeze in (True, False):
+        module = persia.nn.Embedding.from_pretrained(torch.ones(2, 3), freeze, ids=ids)
+        assert torch.equal(module(asked), torch.ones(2, 3))
+        head = nn.Linear(3, 1)
+        optimizer = persia.optim.SGD([*module.parameters(), *head.parameters()], lr=1.0)
+        head(module(asked)).sum().backward()
+        optimizer.step()
+        moved = not torch.equal(module(asked), torch.ones(2, 3))
+        assert moved is not freeze
+    frozen = persia.nn.Embedding.from_pretrained(torch.ones(2, 3), ids=ids)
+    assert not frozen(torch.tensor([99])).any()
+    assert len(frozen.table) == 2
+    with pytest.raises(DataError, match=r"ids: expected \[2\], one a row, got \[1\]"):
+        persia.nn.Embedding.from_pretrained(torch.ones(2, 3), ids=asked[:1])
