@@ -81,7 +81,7 @@ build: $(VENV)/.dev  ## compile the extensions in place
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
 FULL := --hypothesis-profile=full
 
-test: build  ## the fast tier: no GPU, no network, under three minutes on two cores
+test: build  ## the fast tier: no GPU, no network, about five minutes on two cores
 	$(TEST) -m "not slow and not cuda"
 
 # These may take minutes: no stacks are shown before they have failed. The lines "measured" at the

@@ -15,6 +15,7 @@ from tests.serving.models import SCHEMA, arrays, batch_of, make_ctx, train
 from tests.support.processes import ROOT
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_a_version(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     given = arrays(rng, 4)

@@ -85,6 +85,7 @@ def test_serves_new_versions_and_ends_well(models: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_scores_of_a_bundle_are_those_of_evaluation(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with make_ctx() as ctx:

@@ -24,6 +24,7 @@ def cut_of(model: torch.nn.Module, layout: Layout = LAYOUT) -> DenseCut:
     return DenseCut(model, SAMPLES, (), (), layout)
 
 
+@pytest.mark.slow
 def test_both_ways_give_the_same(caplog: pytest.LogCaptureFixture) -> None:
     apart = trace_apart(cut_of(Linear()), ExportOptions())
     assert not caplog.text

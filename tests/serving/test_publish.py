@@ -64,6 +64,7 @@ def test_what_a_block_raises_leaves_it_though_a_version_failed(tmp_path: Path) -
         leave()
 
 
+@pytest.mark.slow
 def test_training_publishes_and_an_older_version_comes_back(tmp_path: Path) -> None:
     rng, folder = np.random.default_rng(0), tmp_path / "clicks"
     with make_ctx() as ctx:
