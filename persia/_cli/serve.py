@@ -298,7 +298,11 @@ def _loader(values: Mapping[str, Any]) -> Callable[[Path], Servable]:
             )
         row_dtype, interval_s = values["row_dtype"], values["follow_interval"]
         within, native = values["rows_within"], values["allow_native"]
-        places = None if within is None else [one.strip() for one in within.split(",")]
+        places = (
+            None
+            if within is None
+            else [one.strip() for one in within.split(",") if one.strip()]
+        )
         return lambda folder: Predictor(
             folder,
             row_dtype=row_dtype,

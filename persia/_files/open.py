@@ -60,9 +60,17 @@ def _split(url: str) -> tuple[str, str]:
 
 
 class AllowedRoots:
-    """Folders and URLs, with all that is below them; None is every folder, [] none."""
+    """Folders and URLs, with all that is below them; None is every folder, [] none.
 
-    def __init__(self, roots: Sequence[str] | None = None) -> None:
+    ``setting`` is where they come from, for errors.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[str] | None = None,
+        setting: str = "PERSIA_CHECKPOINT_ROOTS of the server",
+    ) -> None:
+        self._setting = setting
         self._roots = None if roots is None else [(root, _place(root)) for root in roots]
 
     def check(self, url: str, name: str = "") -> None:
@@ -77,16 +85,17 @@ class AllowedRoots:
             self.check(url)
             url = f"{url.rstrip('/')}/{name}"
         scheme, path = _place(url)
-        # How fsspec reads a path with dots or a second scheme is not known here.
+        # How fsspec or a server reads dots, a second scheme or escapes is not known here.
         is_plain = not scheme or ("::" not in path and posixpath.normpath(path) == path)
         for _, (its_scheme, root) in self._roots:
             is_below = path == root or path.startswith(root.rstrip("/") + "/")
-            if scheme == its_scheme and is_plain and is_below:
+            has_escapes = bool(scheme and set(path.removeprefix(root)) & set("%?#\\"))
+            if scheme == its_scheme and is_plain and is_below and not has_escapes:
                 return
         names = ", ".join(name for name, _ in self._roots) or "none"
         raise CheckpointError(
-            f"{url}: expected a folder below one of PERSIA_CHECKPOINT_ROOTS of the server "
-            f"({names}), this one leads to {scheme and scheme + '://'}{path}"
+            f"{url!a:.200}: expected a folder below one of {self._setting} ({names}), "
+            f"this one leads to {scheme and scheme + '://'}{path:.200}"
         )
 
 
@@ -98,7 +107,7 @@ def _place(url: str) -> tuple[str, str]:
     try:
         return "", os.path.realpath(path)
     except ValueError as exc:
-        raise CheckpointError(f"PERSIA_CHECKPOINT_ROOTS: {url}: {exc}") from exc
+        raise CheckpointError(f"{url!a:.200}: {exc}") from exc
 
 
 ANYWHERE = AllowedRoots()

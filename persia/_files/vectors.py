@@ -53,7 +53,7 @@ def _write_npz(path: Path, blocks: Blocks, dim: int) -> int:
     rows = np.concatenate([np.empty((0, dim), np.float32), *(one for _, one in parts)])
     order = np.argsort(ids)
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, id=ids[order], vector=rows[order])
+        np.savez(file, id=ids[order], vector=rows[order])
     return len(ids)
 
 

@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
@@ -220,11 +220,11 @@ class IncrementalWriter:
             self._claim(storage)
             identity = self._next_id()
             with self._whole_rows:
-                created = self._clock()
-                begun = self._begin_snapshot(state)
-            with begun as snapshot:  # an open one that is not read would stop training
+                begun = self._now(identity)
+                snapshot = self._begin_snapshot(state)
+            with snapshot:  # an open one that is not read would stop training
                 snapshot.allow(room_for_copies(snapshot))
-                self._write(storage, state, snapshot, (identity, created))
+                self._write(storage, state, snapshot, begun)
             with self._changed:
                 self._has_failed, self._num_failed = False, 0
             if self._is_full_due():
@@ -267,6 +267,10 @@ class IncrementalWriter:
             self._is_awaited = False
             return catalog.id_of(self._number)
 
+    def _now(self, identity: str) -> _Begun:
+        with self._changed:  # a load that ends later is not in this packet
+            return _Begun(identity, self._clock(), self._about_history())
+
     def _begin_snapshot(self, state: ServerState) -> Snapshot:
         store = state.store
         if store is not self._store:  # rows of another store are no delta to those written
@@ -282,15 +286,13 @@ class IncrementalWriter:
         storage: Storage,
         state: ServerState,
         snapshot: Snapshot,
-        begun: tuple[str, float],
+        begun: _Begun,
         full: _FullPacket | None = None,
     ) -> None:
-        """Write and publish a packet; ``begun`` is its id, and when its moment was."""
-        (identity, created), settings = begun, state.settings
+        """Write and publish a packet."""
+        (identity, created, about), settings = begun, state.settings
         base = None if snapshot.is_full else self._base
-        with self._changed:
-            extras: dict[str, Any] = {HISTORY: self._about_history()}
-        extras["servers"] = settings.to_json()
+        extras: dict[str, Any] = {HISTORY: about, "servers": settings.to_json()}
         note: Callable[[int], None] = _note_nothing
         if full is not None:
             extras["after"], note = full.after, full.check
@@ -373,7 +375,7 @@ class IncrementalWriter:
         snapshot: Snapshot | None = None
         try:
             with self._whole_rows:
-                begun = identity, self._clock()
+                begun = self._now(identity)
                 snapshot = state.store.begin_snapshot()
             snapshot.allow(room_for_copies(snapshot))
             threading.Thread(
@@ -398,7 +400,7 @@ class IncrementalWriter:
         storage: Storage,
         state: ServerState,
         snapshot: Snapshot,
-        begun: tuple[str, float],
+        begun: _Begun,
         full: _FullPacket,
     ) -> None:
         try:
@@ -459,6 +461,14 @@ class IncrementalWriter:
             if self._lock is not None:
                 self._lock.release()
             self._is_claimed = False
+
+
+class _Begun(NamedTuple):
+    """A packet's id, and its moment: when it was, and what the rows had of logs."""
+
+    identity: str
+    created: float
+    about: dict[str, Any]
 
 
 def _note_nothing(num_rows: int) -> None:

@@ -86,12 +86,13 @@ class RowAccess:
                 f"scan_rows: expected 1..{MAX_ROWS} rows from a cursor of a reply, got "
                 f"{request.max_rows} from {request.cursor:#x}"
             )
-        state, generation = self._state(), self._generation
+        state = self._state()
         if state is None:
             none = np.empty((0, self._schema.tables[request.table].dim), np.float32)
-            return RowPiece(np.empty(0, np.uint64), none, None, None, generation)
+            return RowPiece(np.empty(0, np.uint64), none, None, None, self._generation)
         kind = state.settings.kinds[request.table]
         with self._loads.shown_rows:
+            generation = self._generation  # no load replaces rows from here on
             signs, values, states, cursor = state.store.scan(
                 request.prefix,
                 self._schema.prefix_bits,

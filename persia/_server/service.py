@@ -474,9 +474,10 @@ class ParameterServer:
             self._settings.complete(*settings_of(request))
         if request.step == "commit":
             self._clock.forget_recent()
+        if request.step == "finish":
+            self._rows.renew()  # before rows can be read again
         status = self._loads.load(request)
         if request.step == "finish":
-            self._rows.renew()
             self._note_loaded()
         return status
 

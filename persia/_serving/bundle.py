@@ -30,6 +30,7 @@ import xxhash
 
 from persia._files.json_models import Record, parse, read_json
 from persia._files.manifest import NUM_BUCKETS, now
+from persia._files.open import AllowedRoots
 from persia._files.storage import write_atomic
 from persia.config import EmbeddingSchema, Slot, schema_fingerprint
 from persia.config.document import Expect, InvalidValue, Listed, Named, integer, show
@@ -228,28 +229,17 @@ class Bundle:
 
     def check_places(self, allowed: Sequence[str]) -> None:
         """Refuse rows and a change log that are neither in this folder nor below those."""
+        roots = AllowedRoots(allowed, f"the places for rows of {self.folder}")
         rows = self.model.rows
         for place in ("" if rows.url == ROWS else rows.url, rows.log or ""):
-            if place and not any(_is_below(place, one) for one in allowed):
-                raise CheckpointError(
-                    f"{self.folder}: rows: expected a place below one of "
-                    f"{', '.join(allowed) or 'none'}, got {place!a:.200}"
-                )
+            if place:
+                roots.check(place)
 
     @property
     def rows_url(self) -> str:
         """Where the checkpoint of the rows is."""
         url = self.model.rows.url
         return str(self.folder / ROWS) if url == ROWS else url
-
-
-def _is_below(place: str, folder: str) -> bool:
-    """Whether a folder or URL is another, or in it, wherever links lead."""
-    if "://" in place or "://" in folder:
-        parts = place.split("/")
-        is_plain = ".." not in parts and not set(place) & set("%?#\\")
-        return is_plain and f"{place.rstrip('/')}/".startswith(f"{folder.rstrip('/')}/")
-    return Path(place).resolve().is_relative_to(Path(folder).resolve())
 
 
 def _checksum(data: bytes) -> str:

@@ -21,12 +21,14 @@ import tritonclient.http as triton_http
 from click.testing import CliRunner
 from tritonclient.utils import np_to_triton_dtype
 
-from persia._cli.serve import ServeOptions, run_serve
+from persia._cli.serve import ServeOptions, _loader, run_serve
+from persia._serving import predictor
 from persia.ctx import TrainCtx, eval_ctx
 from persia.errors import ConfigError
 from persia.launcher import cli
 from tests.serving.models import arrays, batch_of, make_ctx, train
 from tests.serving.oip.serving_models import rows
+from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT
 from tests.support.waiting import PATIENCE_S, until
 
@@ -198,6 +200,20 @@ def test_loaders_that_are_none(models: Path, name: str) -> None:
     made = options(models, loader=name)
     with pytest.raises(ConfigError, match="--loader"):
         run_serve(models, worker=None, workers=1, **made.values)
+
+
+@pytest.mark.parametrize(
+    ("given", "places"),
+    [(None, None), ("", []), (" , ", []), ("/a, s3://b/c,", ["/a", "s3://b/c"])],
+)
+def test_places_for_rows_are_listed_with_commas(
+    given: str | None, places: list[str] | None, monkeypatch: Monkey
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(predictor, "Predictor", lambda folder, **options: seen.update(options))
+    values = dict.fromkeys(("loader", "rows", "row_dtype", "follow_interval", "allow_native"))
+    _loader(values | {"rows_within": given})(Path("1"))
+    assert seen["rows_within"] == places
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_w71_what_is_below_a_root_is_allowed(place: Path, url: str) -> None:
         "s3://bucket/persia/../other",
         "s3://bucket/persia//../..",
         "s3://bucket/persia/./x",
+        "s3://bucket/persia/%2e%2e/other",
+        "s3://bucket/persia?versionId=1",
         "s3://other/persia",
         "s3a://bucket/persia",
         "simplecache::s3://bucket/persia",

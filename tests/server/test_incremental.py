@@ -435,6 +435,26 @@ def test_rows_that_were_recovered_go_on_with_their_history(tmp_path: Path) -> No
     assert log.has(LogPosition({0: 7}, {0: "another"}))
 
 
+def test_a_packet_has_nothing_of_a_load_that_ended_after_its_moment(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    (server,) = writing_changes(tmp_path)
+    writer = server._incremental
+    assert writer is not None
+    room = snapshot.room_for_copies
+
+    def load_meanwhile(taken: Any) -> Any:
+        writer.note_loaded({"another": 7})
+        return room(taken)
+
+    monkeypatch.setattr(incremental, "room_for_copies", load_meanwhile)
+    for number in range(2):
+        train(make_worker([server]), number, 1)
+        server.flush_changes()
+        log, _ = follow(tmp_path)
+        assert log.has(LogPosition({0: 7}, {0: "another"})) == (number == 1)
+
+
 def place_of_dump(worker: Any, tmp_path: Path) -> dict[int, int]:
     dump(worker, tmp_path / "checkpoints")
     extras = catalog.load(LocalStorage(tmp_path / "checkpoints")).extras["change_log"]

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from persia._core.base.hashing import owners, route
-from persia._rpc.messages import LookupRequest, RowsRequest, ScanRequest, TableSigns
+from persia._rpc.messages import (
+    LoadRequest,
+    LoadStatus,
+    LookupRequest,
+    RowsRequest,
+    ScanRequest,
+    TableSigns,
+)
 from persia._server.service import ParameterServer
 from persia.errors import CheckpointError, NotConfigured, ServiceBusy, StoreError
 from tests.support.fixtures import Monkey
@@ -122,6 +129,29 @@ def test_what_replaces_all_rows_makes_another_generation(tmp_path: Path) -> None
     server.clear_embeddings()
     generations.append(server.scan_rows(scan).generation)
     assert len(set(generations)) == 3
+
+
+def test_rows_of_a_load_are_of_its_generation_from_the_first(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    servers = make_servers(1, optimizer=ADAGRAD)
+    (server,), worker = servers, make_worker(servers)
+    train(worker, 0, 1)
+    dump(worker, tmp_path)
+    scan = ScanRequest(SLOT.table, SLOT.prefix, 0, 5, False)
+    before, seen = server.scan_rows(scan).generation, []
+    run = server._loads.load
+
+    def load_and_scan(request: LoadRequest) -> LoadStatus:
+        status = run(request)
+        if request.step == "finish":
+            seen.append(server.scan_rows(scan).generation)
+        return status
+
+    monkeypatch.setattr(server._loads, "load", load_and_scan)
+    load(worker, tmp_path)
+    assert seen == [server.scan_rows(scan).generation]
+    assert seen != [before]
 
 
 def test_while_a_load_replaces_rows_they_are_neither_read_nor_dropped(

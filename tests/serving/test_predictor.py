@@ -210,7 +210,8 @@ def test_a_compiled_net_scores_as_the_model_does(
 
 def test_rows_are_where_they_may_be(trained: tuple[TrainCtx, Path], tmp_path: Path) -> None:
     Predictor(trained[1], rows_within=[]).close()
-    model = Bundle.open(trained[1]).model
+    bundle = trained[1]
+    model = Bundle.open(bundle).model
 
     def check(allowed: list[str], **rows: Any) -> None:
         changed = replace(model, rows=replace(model.rows, **rows))
@@ -220,11 +221,14 @@ def test_rows_are_where_they_may_be(trained: tuple[TrainCtx, Path], tmp_path: Pa
     (inside / "a").mkdir(parents=True)
     link.symlink_to(tmp_path)
     check([str(inside)], url=str(inside / "a"), log=str(inside))
+    (inside / "out").symlink_to(tmp_path)
     check([str(inside), "s3://b/c"], url="s3://b/c/d", log="s3://b/c")
+    check([str(inside)], url=f"file://{inside}/a")
     for place in (
-        *(str(tmp_path), f"{inside}/../x", f"{inside}2", f"file://{inside}", "s3://b/cd"),
+        *(str(tmp_path), f"{inside}/../x", f"{inside}2", f"file://{inside}/out", "s3://b/cd"),
         *("s3://b/c/../d", "s3://b/c/%2e%2e/d", f"{link}/x", "x", "simplecache::s3://b/c"),
+        *("s3://b/c/d::file:///etc", "s3://b/c?versionId=1"),
     ):
         for what in ("url", "log"):
-            with pytest.raises(CheckpointError, match="expected a place below"):
-                check([str(inside), "s3://b/c"], **{what: place})
+            with pytest.raises(CheckpointError, match=rf"expected a folder below .*{bundle}"):
+                check([f"file://{inside}", "s3://b/c"], **{what: place})

@@ -9,7 +9,7 @@ so is the disk with the change log.
 from __future__ import annotations
 
 import argparse
-import time
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +32,7 @@ BOUND_S = 2.0
 def run(folder: Path, updates: int, flush_s: float, *, judges: bool) -> int:
     """Measure in a folder; returns the status to exit with."""
     num_rows, rng = 8000, np.random.default_rng(0)
+    pause = threading.Event()  # never set
     lines = Lines(f"update to visible, flush {flush_s:g} s", judges)
     with deployment(folder, num_rows, flush_s) as (trainer, server):
         clients = Clients(lambda: server.http_port, Cuts(folder), num_rows // 8, 1, False)
@@ -43,7 +44,7 @@ def run(folder: Path, updates: int, flush_s: float, *, judges: bool) -> int:
                 if number % 4 == 0:  # the others are of one packet with those before them
                     seen, wanted = clients.seen[0], float(made + 1)
                     until(lambda: seen.steps[-1:] >= [wanted], 60.0)  # noqa: B023
-                time.sleep(rng.uniform(0.0, 1.5 * flush_s))
+                pause.wait(rng.uniform(0.0, 1.5 * flush_s))  # anywhere between two packets
             until(lambda: clients.seen[0].steps[-1:] >= [float(updates + 1)], 60.0)
         finally:
             clients.stop()

@@ -141,8 +141,9 @@ class Target:
     def settle(self, bound: dict[str, int] | None = None) -> dict[str, int]:
         """Wait until files and threads are within a bound, or no more in two looks."""
         end, before = time.monotonic() + QUIET_S, self.measure()
+        pause = threading.Event()  # never set
         while time.monotonic() < end:
-            time.sleep(1.0)
+            pause.wait(1.0)  # long enough for a thread or a connection to end
             now = self.measure()
             if bound is None and now["files"] >= before["files"]:
                 return now
@@ -474,14 +475,18 @@ class BundleAttack(Attack):
             placed[name] = kind
         del self._left[: self.at_once]
         looks, states = 0, self.states()
+
+        def has_looked() -> bool:
+            nonlocal looks, states
+            looks, states = looks + 1, self.states()
+            is_loading = any(states.get(one, ("",))[0] == "LOADING" for one in placed)
+            return looks >= 5 and not is_loading
+
         # A few looks at all of the folders: one that is not listed is none of a model.
-        while looks < 5 or any(states.get(one, ("",))[0] == "LOADING" for one in placed):
-            if looks > 300:
-                self.faults.append(f"loading for ever: {placed}")
-                break
-            looks += 1
-            time.sleep(0.2)
-            states = self.states()
+        try:
+            until(has_looked, QUIET_S, look_s=0.2)
+        except AssertionError:
+            self.faults.append(f"loading for ever: {placed}")
         for name, kind in placed.items():
             state, reason = states.get(name, ("not listed", ""))
             self.counts[state] += 1

@@ -332,10 +332,10 @@ def kill_all(
 ) -> Counter[str]:
     """Kill, and return how often what was killed."""
     killed: Counter[str] = Counter()
-    publish_in = 2
+    publish_in, pause = 2, threading.Event()  # never set
     for kind in order_of(kills, rng):
         # At any moment, also while what was killed before is starting.
-        time.sleep(rng.uniform(0.0, 4.0))
+        pause.wait(rng.uniform(0.0, 4.0))
         if kind == "server":
             deployment.kill_server(rng.randrange(NUM_SETS * NUM_SERVERS))
         elif kind == "worker":

@@ -316,8 +316,9 @@ class Clients:
         connection: Connection | None = None
         while not self._end.is_set():
             began = time.monotonic()
-            if self._pause_s is not None:
-                time.sleep(max(0.0, due - began))
+            if self._pause_s is not None:  # paced: requests are due at a rate
+                if self._end.wait(max(0.0, due - began)):
+                    break
                 began, due = due, due + self._pause_s
             try:
                 connection = connection or Connection(self._port())
@@ -350,6 +351,8 @@ class Clients:
             patience_s,
             look_s=look_s,
         )
+        if not is_so():
+            raise AssertionError("no client is left to wait for")
 
     def stop(self) -> None:
         self._end.set()
