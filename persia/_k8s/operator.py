@@ -39,6 +39,7 @@ from persia._k8s.reconcile import (
 )
 from persia._k8s.spec import GROUP, KIND, PLURAL, VERSION
 from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
+from persia.errors import PersiaError
 
 logger = logging.getLogger(__name__)
 
@@ -292,8 +293,10 @@ class Operator:
                 rounds = 0
                 try:
                     await self.list_all()
-                except ApiError as exc:
+                except PersiaError as exc:  # also a ConfigError: credentials may be replaced
                     logger.warning("%s", exc)
+                except Exception:
+                    logger.exception("objects cannot be listed")
             for key in list(self._jobs):
                 self.queue(key)
 
@@ -358,19 +361,24 @@ def run_operator(
 
 async def _once(namespaces: Sequence[str], images: Mapping[str, str]) -> None:
     async with KubernetesApi() as api:
-        settings, has_job_sets = await find_settings(api, images)
-        kinds = watched(settings.kubernetes, has_job_sets)
-        operator = Operator(api, settings, kinds, namespaces)
-        await operator.list_all()
+        operator, _ = await _listed(api, namespaces, images)
         await operator.settle()
+
+
+async def _listed(
+    api: KubernetesApi, namespaces: Sequence[str], images: Mapping[str, str]
+) -> tuple[Operator, list[tuple[str, str]]]:
+    """Return an operator that has listed everything, and the kinds of children."""
+    settings, has_job_sets = await find_settings(api, images)
+    kinds = watched(settings.kubernetes, has_job_sets)
+    operator = Operator(api, settings, kinds, namespaces)
+    await operator.list_all()
+    return operator, kinds
 
 
 async def _run(namespaces: Sequence[str], images: Mapping[str, str]) -> None:
     async with KubernetesApi() as api:
-        settings, has_job_sets = await find_settings(api, images)
-        kinds = watched(settings.kubernetes, has_job_sets)
-        operator = Operator(api, settings, kinds, namespaces)
-        await operator.list_all()
+        operator, kinds = await _listed(api, namespaces, images)
         tasks = [asyncio.create_task(operator.work()) for _ in range(_NUM_WORKERS)]
         tasks.append(asyncio.create_task(operator.sweep()))
         try:

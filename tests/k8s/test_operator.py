@@ -15,6 +15,7 @@ from persia._k8s.operator import Operator, carry_out, new_keys, watched
 from persia._k8s.plan import plan_job
 from persia._k8s.reconcile import Create, Delete, Settings, WriteStatus
 from persia._k8s.spec import read_job
+from persia.errors import ConfigError
 from tests.k8s.cluster import KINDS, Cluster
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.schemas import check
@@ -56,6 +57,35 @@ def test_an_event_of_a_deleted_child_has_it_created_again() -> None:
         assert "adult-income-nn-worker" in cluster.api.of("Service")
         operator.note(cluster.job, is_deleted=True)
         assert not await operator.step(("default", "adult-income"))
+
+    asyncio.run(play())
+
+
+def test_a_sweep_goes_on_when_the_credentials_are_away_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("persia._k8s.operator._SWEEP_S", 0.0)
+    monkeypatch.setattr("persia._k8s.operator._LIST_S", 0.0)
+
+    async def play() -> None:
+        operator = Operator(Cluster().api, Settings(), KINDS)
+        listed = asyncio.Event()
+        calls = 0
+
+        async def list_all() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:  # as log_in raises it
+                raise ConfigError("expected a service account, found none")
+            listed.set()
+
+        monkeypatch.setattr(operator, "list_all", list_all)
+        task = asyncio.create_task(operator.sweep())
+        try:
+            await asyncio.wait_for(listed.wait(), 10.0)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(play())
 
