@@ -20,7 +20,6 @@ from persia.errors import ConfigError, ServiceError
 from persia.version import __version__
 
 if TYPE_CHECKING:
-    from persia._metrics.timings import Distribution
     from persia._rpc.messages import FeatureStats
 
 _T = TypeVar("_T")
@@ -118,7 +117,8 @@ def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tup
         tiles.append((f"{name}, last", f"{_end(recorder, key):.4f}"))
     missed = recorder.tracker.missed.read()
     if missed.num:
-        tiles.append(("updates missed by lookups", _shares(missed)))
+        mean = missed.seconds / missed.num
+        tiles.append(("updates missed by a lookup, mean", f"{mean:.2f}"))
         waits = recorder.tracker.timings["get_train_batch_time_cost_more_than_1ms_sec"].read()
         share = waits.seconds / max(recorder.seconds, 1e-9)
         tiles.append(("time that the loop waited for batches", texts.percent(share)))
@@ -126,13 +126,6 @@ def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tup
         tiles.append(("rows held", short(sum(one["rows"] for one in servers))))
         tiles.append(("their memory", short(sum(one["bytes"] for one in servers), "B")))
     return tiles
-
-
-def _shares(missed: Distribution) -> str:
-    """Return a histogram as text: ``0: 5 %, 1: 95 %``."""
-    names = (*(f"{bound:.0f}" for bound in missed.bounds), f"over {missed.bounds[-1]:.0f}")
-    counts = zip(names, missed.counts, strict=True)
-    return ", ".join(f"{name}: {texts.percent(n / missed.num)}" for name, n in counts if n)
 
 
 def _points(recorder: Recorder, name: str, over_time: bool = False) -> Points:

@@ -97,7 +97,7 @@ def test_a_browser_shows_the_report_of_a_run(tmp_path: Path) -> None:
     found = json.loads(title)
     assert found == {
         "charts": 9,
-        "curves": 11,
+        "curves": 12,
         "features": 10,
         "fetched": 0,
         "shown": True,

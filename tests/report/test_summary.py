@@ -48,7 +48,7 @@ def test_a_run_ends_with_its_report(tmp_path: Path) -> None:
         f"batch size {SIZE}",
         "embedding_staleness auto reproducible True lookups at the same time ",
         "slot tags dim 8, sum, float32",
-        "0: 100 % updates missed by lookups",
+        "0.00 updates missed by a lookup, mean",
         "time that the loop waited for batches",
     ):
         assert said in read.text
