@@ -258,7 +258,8 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
                 raise CheckpointError(
                     f"{path}: expected at most {max_bytes} bytes, got {found.st_size}"
                 )
-            return file.read(max_bytes + 1)
+            # Not max_bytes, which a manifest may say: so much memory would be taken first.
+            return file.read(found.st_size + 1)
     except OSError as exc:
         if isinstance(exc, CheckpointError):
             raise

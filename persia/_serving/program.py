@@ -445,6 +445,7 @@ def _load_compiled(data: bytes, place: str, allow_native: bool, processor: str) 
 # Weights of a traced program, and what in its file says nothing of the graph.
 _WEIGHT = re.compile(r"[^/]+/data/weights/(weight_[0-9]+)")
 _IDENTITY = ".data/serialization_id"
+_HINT = re.compile(rb'"hint": ?\{[^{}]*\}')  # a symbol's size in the sample that was traced
 _MAX_GRAPHS = 8
 
 
@@ -492,8 +493,9 @@ def _load_exported(data: bytes) -> Program:
         if found := _WEIGHT.fullmatch(name):
             weights[found[1]] = archive.read(name)
         elif not name.endswith(_IDENTITY):
-            digest.update(f"{name} {archive.getinfo(name).file_size} ".encode())
-            digest.update(archive.read(name))
+            content = _HINT.sub(b"", archive.read(name))
+            digest.update(f"{name} {len(content)} ".encode())
+            digest.update(content)
     key = digest.digest()
     with _graphs_lock:
         graph = _graphs.get(key)

@@ -12,6 +12,7 @@ from persia._serving.bundle import (
     Bundle,
     check_name,
     current_version,
+    read_plain,
     schema_document,
     versions,
 )
@@ -39,6 +40,11 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     (folder / "persia-model.json").symlink_to("/etc/hostname")
     with pytest.raises(CheckpointError, match="cannot be read"):
         Bundle.open(folder)
+
+
+def test_a_size_that_a_manifest_says_takes_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    assert read_plain(tmp_path / "file", 1 << 60) == b"content"
 
 
 def test_names_and_versions(tmp_path: Path) -> None:

@@ -139,7 +139,11 @@ def test_programs_of_one_graph_have_their_own_weights(
     layout = Layout(0, (), ("feature",), ("pooled",))
     sample = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
     models = [kind(seed).eval().requires_grad_(False) for seed in range(3)]
-    files = [trace(model, layout, sample, "export").data for model in models]
+    files = [
+        # A program knows how many samples it was traced with, which changes nothing in it.
+        trace(model, layout, (torch.cat([sample[0], sample[0][:more]]),), "export").data
+        for more, model in enumerate(models)
+    ]
     graphs.clear()
     programs = [load_program(data, "export") for data in files]
     assert len(graphs) == num_graphs
