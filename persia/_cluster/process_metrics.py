@@ -141,6 +141,8 @@ def of_server(server: ParameterServer | ReadOnlyParameterServer) -> MetricSource
         at = server.checkpointed_at()
         if at is not None:
             yield Sample("persia_checkpoint_age_seconds", time.monotonic() - at)
+        for writer, seconds in server.row_ages().items():
+            yield Sample("persia_row_age_seconds", seconds, {"server": str(writer)})
         yield from _histograms(server.timings)
 
     return MetricSource(SERVER, server.replica_index, "rows", server, read)

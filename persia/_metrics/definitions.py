@@ -179,6 +179,9 @@ counter persia_repeated_updates
 gauge persia_checkpoint_age_seconds
     Seconds since the last dump in which this server's rows were committed, or since a
     checkpoint was loaded; absent before the first.
+gauge persia_row_age_seconds{server}
+    Seconds since the last change of rows that a read-only server applied was written, by
+    training server.
 
 [nn-worker]
 counter persia_batches{outcome}

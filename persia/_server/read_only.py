@@ -394,3 +394,7 @@ class ReadOnlyParameterServer:
     def checkpointed_at(self) -> float | None:
         """Return when a client last had a checkpoint loaded, by ``time.monotonic``."""
         return self._loaded_at
+
+    def row_ages(self) -> Mapping[int, float]:
+        """Return seconds since the last packet applied was written, by training server."""
+        return self.rows.ages(time.time())

@@ -538,6 +538,10 @@ class ParameterServer:
         times = self._snapshots.committed_at, self._loads.loaded_at
         return max((at for at in times if at is not None), default=None)
 
+    def row_ages(self) -> Mapping[int, float]:
+        """Return nothing: its rows are those that are trained."""
+        return {}
+
     def _num_requests(self) -> int:
         """Return the requests so far of those that dumps slow down."""
         return self._counts["lookups"] + self._counts["updates"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._cluster.process_metrics import of_server
 from persia._files import catalog
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import (
@@ -177,6 +178,9 @@ def test_rows_of_training_are_followed(tmp_path: Path) -> None:
         worker.flush_changes()
         until(lambda: answers(others) == answers(servers))
     for one in others:
+        read = [one for one in of_server(one).read() if one.name == "persia_row_age_seconds"]
+        assert [sample.labels for sample in read] == [{"server": "0"}, {"server": "1"}]
+        assert all(0.0 <= sample.value < 600.0 for sample in read)
         one.close()
     for server in servers:
         server.close()
@@ -259,6 +263,14 @@ def test_signs_of_another_server_are_refused(dumped: Trained, tmp_path: Path) ->
 
 def test_training_servers_are_another_class() -> None:
     """Both have what ``_cluster`` asks of them."""
-    for name in ("lookup", "stats", "limits", "checkpointed_at", "readiness", "close"):
+    for name in (
+        "lookup",
+        "stats",
+        "limits",
+        "checkpointed_at",
+        "row_ages",
+        "readiness",
+        "close",
+    ):
         assert hasattr(ParameterServer, name)
         assert hasattr(ReadOnlyParameterServer, name)
