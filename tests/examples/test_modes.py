@@ -64,6 +64,23 @@ def test_a_small_job_is_bit_equal_in_services_mode() -> None:
         assert rows_of(ctx) == rows
 
 
+LATE: dict[str, Any] = {"reproducible": True, "embedding_staleness": 3}
+
+
+@pytest.mark.slow
+def test_a_small_job_repeats_at_a_bound_above_1_over_servers_and_as_embedded() -> None:
+    """Batch t sees exactly the updates up to t - 3, wherever the roles are."""
+    data = [net_batch(number) for number in range(SMALL)]
+    with net.make_ctx() as ctx:
+        embedded = train(ctx, data, **LATE), rows_of(ctx)
+    with net.make_ctx() as ctx:
+        assert train(ctx, data, **LOCKSTEP) != embedded[0]  # lateness shows in the losses
+    loader = (SMALL_LOADER, str(SMALL))
+    for _ in range(2):
+        with services(("tcp", 2, 2, 1), SLOTS, *loader), net.make_ctx() as ctx:
+            assert (train(ctx, StreamingDataset(4), **LATE), rows_of(ctx)) == embedded
+
+
 OWN = {"samples": 12_000, "batch_size": 256, "seed": 1}
 
 
