@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.codec import ArrayReader, ErrorOrigin, coder_of, error_from_body, error_to_body
+from persia._rpc.codec import ArrayReader, ArrayWriter, ErrorOrigin, coder_of, error_from_body, error_to_body
 from persia._rpc.frame import DTYPES, Failure, Reply, decode, encode
 from persia._rpc.messages import (
     IDFeatures,
@@ -110,7 +110,7 @@ def read(cls: Any, body: Any, *arrays: Any) -> Any:
 
 
 def there_and_back(cls: Any, value: Any) -> Any:
-    arrays: list[Any] = []
+    arrays = ArrayWriter()
     body = coder_of(cls).write(value, cls.__name__, arrays)
     reply = decode(encode(Reply(1, 1, body, tuple(arrays))))
     return read(cls, reply.body, *reply.arrays)
