@@ -368,7 +368,7 @@ def _conflict(answers: Sequence[_Answer]) -> tuple[_Answer, _Answer, str] | None
             return one, answer, text + SAME_EVERYWHERE
         if here.wire != one.hello.wire:
             dtypes = [describe_wire(wire) for wire in (one.hello.wire, here.wire)]
-            text = f"{one} and {answer} have different wire_config: {dtypes[0]}, and {dtypes[1]}"
+            text = f"{one} and {answer} have different wire_config: {', and '.join(dtypes)}"
             return one, answer, text
         twin = by_number.setdefault(here.replica_index, answer)
         if twin is not answer:

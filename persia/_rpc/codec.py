@@ -202,11 +202,13 @@ def _array_coder(hints: Sequence[Any], where: str, travels_as: str = "") -> Code
             raise _unfit(where, expected, value)
         # The array itself, not a copy: ZeroMQ sends from its memory, so it must not change
         # until the call has ended.
-        arrays.append(value)
+        arrays.append(_narrowed(value, arrays.dtypes[travels_as]) if travels_as else value)
         return len(arrays) - 1
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Array:
         array = arrays.take(value, where)
+        if travels_as and array.dtype in _SHORT and array.dtype not in dtypes:
+            array = _widened(array)
         if not fits(array):
             raise unexpected(where, expected, _kind(array))
         return array

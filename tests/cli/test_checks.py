@@ -25,8 +25,8 @@ from persia._cli.checks import (
     read_sample,
 )
 from persia._cluster.embedded import build_embedding_worker
-from persia._rpc.messages import IDFeatures
 from persia._rpc.codec import FLOAT32
+from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
 from persia._training.stream_source import Stream
 from persia.config import EmbeddingSchema, GlobalConfig
