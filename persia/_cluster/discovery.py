@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from persia._cluster.addresses import TCP, AddressList, is_name, resolve, resolved, split
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role
+from persia._rpc.stubs import describe_wire
 from persia.config import SAME_EVERYWHERE, describe_differences
 from persia.errors import (
     ConfigError,
@@ -365,6 +366,10 @@ def _conflict(answers: Sequence[_Answer]) -> tuple[_Answer, _Answer, str] | None
             differences = describe_differences(*fingerprints, *places)
             text = f"{one} and {answer} have different embedding configs: {differences}; "
             return one, answer, text + SAME_EVERYWHERE
+        if here.wire != one.hello.wire:
+            dtypes = [describe_wire(wire) for wire in (one.hello.wire, here.wire)]
+            text = f"{one} and {answer} have different wire_config: {', and '.join(dtypes)}"
+            return one, answer, text
         twin = by_number.setdefault(here.replica_index, answer)
         if twin is not answer:
             text = f"two servers have one number: {twin}, and another process at "

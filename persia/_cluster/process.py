@@ -50,6 +50,7 @@ from persia._metrics.endpoint import Endpoint
 from persia._metrics.registry import MetricSource
 from persia._rpc.deadlines import within
 from persia._rpc.job import JobState
+from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
@@ -203,6 +204,8 @@ def run_embedding_worker(options: Options) -> int:
             )
         except JobFinished:
             return process.wait()
+        for server in servers:
+            server.check_wire(_wire_dtypes(config))
         worker = EmbeddingWorker(schema, config.embedding_worker_config, servers)
         _take_order(worker, config.common_config.served_checkpoint)
         process.server.service = worker
@@ -220,6 +223,11 @@ def run_embedding_worker(options: Options) -> int:
         address = process.server.address
         logger.info("serves at %s, with %d parameter server(s)", address, len(servers))
         return process.wait()
+
+
+def _wire_dtypes(config: GlobalConfig) -> WireDtypes:
+    wire = config.common_config.wire_config
+    return WireDtypes(wire.row_dtype, wire.gradient_dtype)
 
 
 def _take_order(worker: EmbeddingWorker, checkpoint: str) -> None:
@@ -333,6 +341,7 @@ class ServerProcess:
             replica_index=number,
             replica_size=self._options.replica_size,
             schema_fingerprint=schema_fingerprint(schema),
+            wire=_wire_dtypes(config),
             ready=waits_for,
             job=self._job,
         )

@@ -26,8 +26,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from persia import env
+from persia._core.base.halves import DTYPES
 from persia._metrics.timings import CallTimings
-from persia._rpc.codec import ErrorOrigin, error_from_body
+from persia._rpc.codec import FLOAT32, ErrorOrigin, error_from_body
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import Call, Failure, Reply, UnreadableFrame, decode, encode
 from persia._rpc.methods import HELLO, Hello, Method, Role
@@ -90,6 +91,7 @@ class Client:
         self.role = role.name
         self._methods = role.methods
         self.replica = replica  # the server's index; None before it has answered
+        self.wire = FLOAT32  # how the server wants gradients, from its last hello
         self._timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
         self._attempt_s = attempt_s
         self._on_restart = on_restart
@@ -189,6 +191,12 @@ class Client:
                 f"{self.address}: expected {hello.role} {self.replica}, found "
                 f"{hello.replica_index} of {hello.replica_size}"
             )
+        for name in (hello.wire.rows, hello.wire.gradients):
+            if name not in DTYPES:
+                origin = self.origin("hello")
+                expected = f"rows and gradients as {', '.join(DTYPES)}"
+                raise origin.error(ProtocolError, f"{origin}: expected {expected}, got {name}")
+        self.wire = hello.wire
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method; returns its result, or raises what it raised or the module describes.
@@ -329,7 +337,7 @@ class PendingCall(Waiter):
         self._timeout_s = max(0.0, min(timeout_s, caller_deadline.get() - self._begun_at))
         self._deadline = self._begun_at + self._timeout_s
         # Once for all attempts. The arrays are the caller's own until the call ends.
-        self._body, self._arrays = method.write_arguments(arguments)
+        self._body, self._arrays = method.write_arguments(arguments, client.wire)
         self._is_repeatable = method.is_repeatable(arguments)
         self.handles_restart = True  # on_restart runs if another process answers
         # A lost connection and ServiceBusy are raised at once: another server will be asked.

@@ -24,8 +24,10 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from persia import errors
+from persia._core.base import halves
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.frame import DTYPES, Array, unexpected
+from persia._rpc.frame import BFLOAT16, DTYPES, Array, unexpected
+from persia._rpc.messages import WireDtypes
 from persia.errors import (
     DataError,
     DataTypeError,
@@ -45,8 +47,18 @@ _AXES: dict[str, int | None] = {
     "array": None,
 }
 
+FLOAT32 = WireDtypes()
+
 # Of numbers below a known maximum.
 _NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
+
+
+class ArrayWriter(list[Array]):
+    """The arrays of a message in order, and how floats of rows and gradients are to travel."""
+
+    def __init__(self, dtypes: WireDtypes = FLOAT32) -> None:
+        super().__init__()
+        self.dtypes = {"rows": dtypes.rows, "gradients": dtypes.gradients}
 
 
 class ArrayReader:
@@ -74,12 +86,15 @@ class ArrayReader:
 class Coder(NamedTuple):
     """Writes and reads values of one type. ``where`` names the field, for messages."""
 
-    write: Callable[[Any, str, list[Array]], Any]
+    write: Callable[[Any, str, ArrayWriter], Any]
     read: Callable[[Any, str, ArrayReader], Any]
 
 
-def coder_of(hint: Any, where: str = "") -> Coder:
-    """Return the coder of a type; the field ``where`` says how many axes an array has."""
+def coder_of(hint: Any, where: str = "", travels_as: str = "") -> Coder:
+    """Return the coder of a type; the field ``where`` says how many axes an array has.
+
+    Floats of a field that ``travels_as`` one of ``WireDtypes`` are narrowed and widened.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     # Order matters: bool, int and str are types too, and FeatureBatch is no dataclass.
     if hint in _SCALARS:
@@ -89,9 +104,9 @@ def coder_of(hint: Any, where: str = "") -> Coder:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _dataclass_coder(hint)
     if origin in (Union, types.UnionType):
-        return _union_coder(arguments, where)
+        return _union_coder(arguments, where, travels_as)
     if origin is np.ndarray:
-        return _array_coder([hint], where)
+        return _array_coder([hint], where, travels_as)
     if origin is tuple and arguments[-1] is not Ellipsis:
         return _tuple_coder([coder_of(part, where) for part in arguments])
     if origin in (tuple, list, Sequence):
@@ -116,7 +131,7 @@ def _kind(value: Any) -> str:
 
 
 def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
-    def write(value: Any, where: str, arrays: list[Array]) -> Any:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> Any:
         # bool is a subclass of int: a number must not be a truth value.
         is_bool = isinstance(value, (bool, np.bool_))
         if not isinstance(value, accepted) or is_bool != (kind is bool):
@@ -135,7 +150,7 @@ def _scalar(kind: type, accepted: tuple[type, ...]) -> Coder:
     return Coder(write, read)
 
 
-def _write_nothing(value: Any, where: str, arrays: list[Array]) -> None:
+def _write_nothing(value: Any, where: str, arrays: ArrayWriter) -> None:
     if value is not None:
         raise _unfit(where, "None", value)
 
@@ -150,7 +165,7 @@ _SCALARS: dict[Any, Coder] = {
 }
 
 
-def _write_option(value: Any, where: str, arrays: list[Array]) -> Any:
+def _write_option(value: Any, where: str, arrays: ArrayWriter) -> Any:
     kind = bool if isinstance(value, (bool, np.bool_)) else float
     return _SCALARS[kind].write(value, where, arrays)
 
@@ -164,7 +179,7 @@ def _read_option(value: Any, where: str, arrays: ArrayReader) -> float | bool:
 # --- arrays -------------------------------------------------------------------------------
 
 
-def _array_coder(hints: Sequence[Any], where: str) -> Coder:
+def _array_coder(hints: Sequence[Any], where: str, travels_as: str = "") -> Coder:
     """Return the coder of arrays of any of several types, as ``NDArray[np.float32]``."""
     name = where.rpartition(".")[2]
     if name not in _AXES:
@@ -182,21 +197,45 @@ def _array_coder(hints: Sequence[Any], where: str) -> Coder:
         is_array = isinstance(array, np.ndarray)
         return is_array and array.dtype in dtypes and axes in (None, array.ndim)
 
-    def write(value: Any, where: str, arrays: list[Array]) -> int:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> int:
         if not fits(value):
             raise _unfit(where, expected, value)
         # The array itself, not a copy: ZeroMQ sends from its memory, so it must not change
         # until the call has ended.
-        arrays.append(value)
+        arrays.append(_narrowed(value, arrays.dtypes[travels_as]) if travels_as else value)
         return len(arrays) - 1
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Array:
         array = arrays.take(value, where)
+        if travels_as and array.dtype in _SHORT and array.dtype not in dtypes:
+            array = _widened(array)
         if not fits(array):
             raise unexpected(where, expected, _kind(array))
         return array
 
     return Coder(write, read)
+
+
+# The dtypes of 2 bytes, by what the core calls them.
+_SHORT = {np.dtype(np.float16): "float16", BFLOAT16: "bfloat16"}
+
+
+def _narrowed(array: Array, dtype: str) -> Array:
+    """Return floats as they travel: to nearest, finite ones to the largest at most.
+
+    An f16 gradient of the user's stays as it is. A new array, which only the message has.
+    """
+    if dtype == "float32" or array.dtype != np.float32:
+        return array
+    short = halves.narrow(np.ascontiguousarray(array).reshape(-1), dtype)
+    # Rows are contiguous, so that a view of 16 bits as another dtype of 16 copies nothing.
+    return short.view(np.float16 if dtype == "float16" else BFLOAT16).reshape(array.shape)
+
+
+def _widened(array: Array) -> Array:
+    """Return floats of 2 bytes as f32, exactly."""
+    wide = halves.widen(array.reshape(-1).view(np.uint16), _SHORT[array.dtype])
+    return wide.reshape(array.shape)
 
 
 def _narrowest(array: Array) -> Array:
@@ -205,7 +244,7 @@ def _narrowest(array: Array) -> Array:
     return array.astype(np.min_scalar_type(int(array.max(initial=0))))
 
 
-def _write_feature(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+def _write_feature(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:
     if not isinstance(value, FeatureBatch):
         raise _unfit(where, "a FeatureBatch", value)
     # Three arrays, or four: the narrow dtypes exist on the wire only.
@@ -262,10 +301,16 @@ def _numbers(array: Array, where: str) -> Array:
 def _dataclass_coder(cls: type) -> Coder:
     # Annotations are strings in modules with postponed evaluation.
     hints = get_type_hints(cls)
-    fields = [(field.name, f"{cls.__name__}.{field.name}") for field in dataclasses.fields(cls)]
-    plan = [(name, where, coder_of(hints[name], where)) for name, where in fields]
+    fields = [
+        (field.name, f"{cls.__name__}.{field.name}", field.metadata.get("travels_as", ""))
+        for field in dataclasses.fields(cls)
+    ]
+    plan = [
+        (name, where, coder_of(hints[name], where, travels_as))
+        for name, where, travels_as in fields
+    ]
 
-    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:
         # Not isinstance: a subclass has more fields, which the peer could not read.
         if type(value) is not cls:
             raise _unfit(where, cls.__name__, value)
@@ -280,22 +325,22 @@ def _dataclass_coder(cls: type) -> Coder:
     return Coder(write, read)
 
 
-def _union_coder(options: tuple[Any, ...], where: str) -> Coder:
+def _union_coder(options: tuple[Any, ...], where: str, travels_as: str) -> Coder:
     # Options of optimizers: msgpack itself distinguishes the two.
     if set(options) == {float, bool}:
         return Coder(_write_option, _read_option)
     # None is nil on the wire, and a class of several has its name in front.
     others = [option for option in options if option is not type(None)]
     if all(get_origin(option) is np.ndarray for option in others):
-        inner = _array_coder(others, where)
+        inner = _array_coder(others, where, travels_as)
     elif len(others) == 1:
-        inner = coder_of(others[0], where)
+        inner = coder_of(others[0], where, travels_as)
     else:
         inner = _choice_coder(others)
     if len(others) == len(options):
         return inner
 
-    def write(value: Any, where: str, arrays: list[Array]) -> Any:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> Any:
         return None if value is None else inner.write(value, where, arrays)
 
     def read(value: Any, where: str, arrays: ArrayReader) -> Any:
@@ -308,7 +353,7 @@ def _choice_coder(classes: Sequence[Any]) -> Coder:
     coders = {cls.__name__: _dataclass_coder(cls) for cls in classes}
     expected = f"one of {', '.join(coders)}"
 
-    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:
         name = type(value).__name__
         if name not in coders:
             raise _unfit(where, expected, value)
@@ -325,7 +370,7 @@ def _choice_coder(classes: Sequence[Any]) -> Coder:
 
 
 def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
-    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:
         # A str or an array is a sequence as well, but not a list of messages.
         if not isinstance(value, (list, tuple)):
             raise _unfit(where, "a list", value)
@@ -340,7 +385,7 @@ def _list_coder(inner: Coder, make: Callable[[list[Any]], Any]) -> Coder:
 
 
 def _tuple_coder(inner: Sequence[Coder]) -> Coder:
-    def write(value: Any, where: str, arrays: list[Array]) -> list[Any]:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:
         if not isinstance(value, tuple) or len(value) != len(inner):
             raise _unfit(where, f"a tuple of {len(inner)}", value)
         pairs = zip(inner, value, strict=True)
@@ -356,7 +401,7 @@ def _tuple_coder(inner: Sequence[Coder]) -> Coder:
 
 
 def _mapping_coder(inner: Coder) -> Coder:
-    def write(value: Any, where: str, arrays: list[Array]) -> dict[str, Any]:
+    def write(value: Any, where: str, arrays: ArrayWriter) -> dict[str, Any]:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise _unfit(where, "a map from str", value)
         return {key: inner.write(one, f"{where} {key}", arrays) for key, one in value.items()}

@@ -32,9 +32,12 @@ PROTOCOL = b"PERSIA/1"
 # np.dtype() on a peer's string would accept object arrays, whose bytes are pointers.
 _DTYPE_NAMES = "|b1 |i1 |u1 <i2 <i4 <i8 <u2 <u4 <u8 <f2 <f4 <f8"
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in _DTYPE_NAMES.split()}
+# NumPy has no bfloat16. Of rows and gradients alone, which ``codec`` makes f32 of.
+BFLOAT16 = np.dtype([("bfloat16", "<u2")], align=True)
+_WIRE_DTYPES = DTYPES | {"bf2": BFLOAT16}
 # dtype.str builds its text at each access, which takes far longer than this lookup. Only native
 # little-endian dtypes are keys: the arrays of these can be sent as they are.
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in _WIRE_DTYPES.items()}
 
 _MAX_AXES = 8  # the messages use two; numpy before version 2 ends at 32
 _MAX_EXTENT = 1 << 48
@@ -141,8 +144,9 @@ def encode(message: Message, limits: Limits = LIMITS) -> list[Part]:
             raise ProtocolError(f"a message may have {most}, this one has {little.nbytes}")
         # ascontiguousarray gives a scalar one axis: the shape is the original's.
         specs.append([name, list(array.shape)])
-        # A memoryview of an empty array refuses the cast to bytes.
-        parts.append(little.data.cast("B") if little.size else b"")
+        # A memoryview of an empty array, or of bfloat16, refuses the cast to bytes.
+        flat = little.view(np.uint16) if little.dtype is BFLOAT16 else little
+        parts.append(flat.data.cast("B") if flat.size else b"")
         num_bytes += little.nbytes
     header = _header_of(message)
     header["a"] = specs
@@ -273,14 +277,14 @@ def _read_array(number: int, spec: Any, part: Part, limits: Limits) -> Array:
         type(spec) is list
         and len(spec) == 2
         and isinstance(spec[0], str)
-        and spec[0] in DTYPES
+        and spec[0] in _WIRE_DTYPES
         and type(spec[1]) is list
         and len(spec[1]) <= _MAX_AXES
         # Two negative extents would multiply to a plausible size.
         and not [n for n in spec[1] if type(n) is not int or not 0 <= n < _MAX_EXTENT]
     ):
         raise UnreadableFrame("array_spec", f"[dtype, shape] of array {number}", spec)
-    dtype, shape = DTYPES[spec[0]], tuple(spec[1])
+    dtype, shape = _WIRE_DTYPES[spec[0]], tuple(spec[1])
     needed = math.prod(shape) * dtype.itemsize
     if needed != len(part):
         expected = f"{needed} bytes of array {number}, {shape} of {spec[0]}"

@@ -22,8 +22,20 @@ Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
 AnyArray = NDArray[Any]  # any dtype of the wire, any shape
 
+# Metadata of fields whose floats may have 2 bytes each on the wire: which of ``WireDtypes``.
+_ROWS = {"travels_as": "rows"}
+_GRADIENTS = {"travels_as": "gradients"}
+
 
 # --- settings -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WireDtypes:
+    """How floats travel: ``float32``, ``float16`` or ``bfloat16``. Methods have f32 always."""
+
+    rows: str = "float32"  # and what is pooled of them
+    gradients: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,7 @@ class TableRows:
     """Rows f32 [n, dim] in the order asked for; zeros where nothing is stored."""
 
     table: int
-    rows: Floats
+    rows: Floats = field(metadata=_ROWS)
     hints: Numbers | None  # [n] row numbers for the update that follows, checked before use
 
 
@@ -100,7 +112,7 @@ class TableGradients:
     table: int
     signs: Signs
     hints: Numbers | None
-    gradients: Floats
+    gradients: Floats = field(metadata=_GRADIENTS)
     lr: float | None = None  # of this step; None is the registered optimizer's
 
 
@@ -289,7 +301,7 @@ class PooledOutput:
     """One vector per sample: values f32 [B, dim]."""
 
     name: str
-    values: Floats
+    values: Floats = field(metadata=_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +312,7 @@ class RawOutput:
     """
 
     name: str
-    rows: Floats
+    rows: Floats = field(metadata=_ROWS)
     index: Indices
     sample_fixed_size: int
 
@@ -310,7 +322,7 @@ class JaggedOutput:
     """Distinct vectors f32 [D, dim]; index i64 [N] into them; offsets i64 [B + 1]."""
 
     name: str
-    rows: Floats
+    rows: Floats = field(metadata=_ROWS)
     index: Indices
     offsets: Indices
 
@@ -332,7 +344,7 @@ class SlotGradient:
 
     name: str
     # None: it has no part in the loss.
-    gradient: NDArray[np.float32] | NDArray[np.float16] | None
+    gradient: NDArray[np.float32] | NDArray[np.float16] | None = field(metadata=_GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True)

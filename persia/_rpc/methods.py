@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from persia._rpc import messages
-from persia._rpc.codec import ArrayReader, Coder, coder_of
+from persia._rpc.codec import FLOAT32, ArrayReader, ArrayWriter, Coder, coder_of
 from persia._rpc.frame import Array, unexpected
+from persia._rpc.messages import WireDtypes
 from persia.errors import InternalError
 
 
@@ -28,6 +29,7 @@ class Hello:
     incarnation: int  # drawn by each process; another one: the state of that before is lost
     version: str
     schema_fingerprint: str  # empty for a role without a schema
+    wire: WireDtypes  # how it sends rows, and wants gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,11 @@ class Method:
     # None is no call.
     reads_only: Callable[[Sequence[Any]], bool] | None = None
 
-    def write_arguments(self, values: Sequence[Any]) -> tuple[list[Any], tuple[Array, ...]]:
+    def write_arguments(
+        self, values: Sequence[Any], wire: WireDtypes = FLOAT32
+    ) -> tuple[list[Any], tuple[Array, ...]]:
         """Return body and arrays of a request; DataTypeError if they do not fit."""
-        arrays: list[Array] = []
+        arrays = ArrayWriter(wire)
         if len(values) != len(self.arguments):
             raise InternalError(
                 f"{self.name}: expected {len(self.arguments)} arguments, got {len(values)}"
@@ -64,9 +68,11 @@ class Method:
         reader.check_all_taken(self.name)
         return values
 
-    def write_result(self, value: Any) -> tuple[Any, tuple[Array, ...]]:
+    def write_result(
+        self, value: Any, wire: WireDtypes = FLOAT32
+    ) -> tuple[Any, tuple[Array, ...]]:
         """Return body and arrays of a reply; DataTypeError if they do not fit."""
-        arrays: list[Array] = []
+        arrays = ArrayWriter(wire)
         return self.result.write(value, f"{self.name}'s result", arrays), tuple(arrays)
 
     def read_result(self, body: Any, arrays: Sequence[Array]) -> Any:

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from persia._metrics.timings import CallTimings
-from persia._rpc.codec import error_to_body
+from persia._rpc.codec import FLOAT32, error_to_body
 from persia._rpc.curve import CONTROL, is_for_serving
 from persia._rpc.deadlines import caller_deadline
 from persia._rpc.frame import Call, Failure, Reply, UnreadableFrame, decode, encode
 from persia._rpc.job import JobState
+from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import COMMON, CONFIGURE, HELLO, Hello, Method, Role
 from persia._rpc.transport import Parts, Peer, Work
 from persia.errors import NotAllowed, PersiaError, ProtocolError, ServiceBusy, WrongReplica
@@ -87,6 +88,7 @@ class Server:
         replica_index: int = 0,
         replica_size: int = 1,
         schema_fingerprint: str = "",
+        wire: WireDtypes = FLOAT32,
         ready: Callable[[], str] = lambda: "it starts",
         job: JobState | None = None,
         settings: ServerLimits = SETTINGS,
@@ -98,7 +100,7 @@ class Server:
         self._limits = transport.limits
         # Not from random, which a script may seed; 0 is never drawn.
         self._incarnation = secrets.randbits(63) + 1
-        ours = (self._incarnation, __version__, schema_fingerprint)
+        ours = (self._incarnation, __version__, schema_fingerprint, wire)
         self.hello = Hello(role.name, replica_index, replica_size, *ours)
         self.job = JobState() if job is None else job
         self._lock = threading.Lock()  # guards all below
@@ -326,7 +328,7 @@ class Server:
             result = getattr(service, method.name)(*arguments)
             if method.name == CONFIGURE:
                 self.job.mark_configured()
-            body, arrays = method.write_result(result)
+            body, arrays = method.write_result(result, self.hello.wire)
             parts = encode(Reply(call.call_id, self._incarnation, body, arrays), self._limits)
         except BaseException as error:
             # Whatever it is, the caller gets it, and this thread goes on to serve others.

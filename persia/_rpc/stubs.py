@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from persia._rpc import messages
 from persia._rpc.client import Client
-from persia._rpc.messages import EmbeddingWorker, IDFeatures, NNWorker, ParameterServer
+from persia._rpc.messages import (
+    EmbeddingWorker,
+    IDFeatures,
+    NNWorker,
+    ParameterServer,
+    WireDtypes,
+)
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
+from persia.errors import ConfigError
 
 if TYPE_CHECKING:
     from persia._rpc.zmq_transport import ZmqTransport
@@ -75,6 +82,20 @@ class Remote:
         """Fingerprint of the server's embedding config: groups, tables and dims of signs."""
         return self._hello.schema_fingerprint
 
+    def check_wire(self, expected: WireDtypes) -> None:
+        """Check that the server sends rows, and wants gradients, as this process does.
+
+        Raises:
+            ConfigError: If it has another ``wire_config``.
+        """
+        there = self._hello.wire
+        if there != expected:
+            raise ConfigError(
+                f"{self.client.origin('')}: expected common_config.wire_config as here, "
+                f"{describe_wire(expected)}, got {describe_wire(there)}; all processes of a "
+                "job have one global config"
+            )
+
     @property
     def incarnation(self) -> int | None:
         """The process that answered last."""
@@ -91,6 +112,11 @@ class Remote:
         """
         status: int | None = self.client.call("job_status", watcher, timeout_s=timeout_s)
         return status
+
+
+def describe_wire(wire: WireDtypes) -> str:
+    """Return dtypes as the global config has them."""
+    return f"row_dtype: {wire.rows}, gradient_dtype: {wire.gradients}"
 
 
 def _forwarder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

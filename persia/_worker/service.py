@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.base.halves import widen
 from persia._core.base.hashing import owners
 from persia._core.base.threads import ThreadPool
 from persia._metrics.timings import Timings
@@ -643,7 +644,11 @@ def _checked_gradient(
             f"gradient of feature {slot.name!r} ({slot.pooling}): expected shape "
             f"{[num_rows, slot.dim]}, got {list(gradient.shape)}"
         )
-    floats = np.ascontiguousarray(gradient, np.float32)
+    if gradient.dtype == np.float16:
+        halves = np.ascontiguousarray(gradient).reshape(-1).view(np.uint16)
+        floats = widen(halves, "float16").reshape(gradient.shape)
+    else:
+        floats = np.ascontiguousarray(gradient, np.float32)
     if unscale != 1.0:
         # Inf and overflow are looked for when the sums are; they are no event here.
         with np.errstate(all="ignore"):

@@ -26,6 +26,7 @@ from persia.config._global import (
     InferConfig,
     MetricsConfig,
     ParameterServerConfig,
+    WireConfig,
     resolve_memory_limit,
 )
 from persia.config._schema import (
@@ -70,6 +71,7 @@ __all__ = [
     "Pooling",
     "Slot",
     "TableSettings",
+    "WireConfig",
     "describe_differences",
     "list_differences",
     "load_configs",

@@ -112,6 +112,20 @@ class CheckpointingConfig(Section):
     num_workers: Annotated[int, integer(1)] = 4
 
 
+_FloatName = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class WireConfig(Section):
+    """Section ``common_config.wire_config``: floats between processes."""
+
+    # How rows of a lookup are sent, and what is pooled of them. How rows are kept is
+    # ``group_settings.<group>.dtype``.
+    row_dtype: _FloatName = "float32"
+    # How gradients are sent. Sums and steps are float32 in any case.
+    gradient_dtype: _FloatName = "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class CommonConfig(Section):
     """Section ``common_config``: what every role reads."""
@@ -123,6 +137,9 @@ class CommonConfig(Section):
     infer_config: InferConfig | None = None
     # Checkpoints.
     checkpointing_config: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    # What goes between trainer, embedding-workers and parameter servers; nothing does in
+    # embedded mode.
+    wire_config: WireConfig = field(default_factory=WireConfig)
 
     @property
     def served_checkpoint(self) -> str:

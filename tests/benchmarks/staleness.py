@@ -113,8 +113,8 @@ class DLRM(nn.Module):
         return output
 
 
-def context(log: Log, seed: int, width: int) -> TrainCtx:
-    """Return a context, not entered, over new rows and a new net."""
+def context(log: Log, seed: int, width: int, worker: Any = None) -> TrainCtx:
+    """Return a context, not entered, over new rows or those of a worker, and a new net."""
     torch.manual_seed(seed)
     model = DLRM(log.ids.shape[1], log.dense.shape[1], width)
     slots = {f"f{i}": {"dim": DIM} for i in range(log.ids.shape[1])}
@@ -124,6 +124,7 @@ def context(log: Log, seed: int, width: int) -> TrainCtx:
         dense_optimizer=torch.optim.Adam(model.parameters(), lr=0.001),
         embedding_config=EmbeddingConfig(seed=seed, schema={"slots_config": slots}),
         mixed_precision=False,
+        embedding_worker=worker,
     )
 
 

@@ -25,6 +25,7 @@ from persia._cli.checks import (
     read_sample,
 )
 from persia._cluster.embedded import build_embedding_worker
+from persia._rpc.codec import FLOAT32
 from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
 from persia._training.stream_source import Stream
@@ -284,7 +285,7 @@ def test_versions_and_configs_that_disagree(monkeypatch: Monkey) -> None:
     version, fingerprint = __version__, "{}"
 
     def hello(role: Role, address: str) -> Hello:
-        return Hello(role.name, 0, 1, 7, version, fingerprint)
+        return Hello(role.name, 0, 1, 7, version, fingerprint, FLOAT32)
 
     monkeypatch.setenv("PERSIA_METRICS_PORT", "9100")
     monkeypatch.setattr(checks, "_listen_errno", lambda address: errno.EADDRINUSE)

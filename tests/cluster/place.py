@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from persia._cluster.connect import connect_parameter_servers
+from persia._rpc.codec import FLOAT32
+from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import Role, parameter_server
 from persia._rpc.server import Server
 from tests.rpc.support import PATIENCE_S as PATIENCE_S
@@ -36,6 +38,7 @@ class Place:
         *,
         role: Role | None = None,
         fingerprint: str = "f",
+        wire: WireDtypes = FLOAT32,
     ) -> Server:
         server = self._wire.serve(
             object(),
@@ -44,6 +47,7 @@ class Place:
             replica_index=number,
             replica_size=size,
             schema_fingerprint=fingerprint,
+            wire=wire,
         )
         self.servers.append(server)
         return server

@@ -11,6 +11,7 @@ import pytest
 
 from persia._cluster import discovery
 from persia._cluster.connect import connect_embedding_workers, connect_nn_workers
+from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
@@ -101,6 +102,14 @@ def test_two_embedding_configs_are_told_apart_by_slot(place: Place) -> None:
         place.serve(number, 2, fingerprint=schema_fingerprint(schema))
     said = r"slots_config.item.dim is 8 at ipc://\S*/0 and 16 at ipc://\S*/1; slots"
     with pytest.raises(ConfigError, match=said):
+        place.find(place.ipc(0), place.ipc(1))
+
+
+def test_servers_that_send_floats_in_different_dtypes_are_refused(place: Place) -> None:
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        place.serve(number, 2, wire=WireDtypes("float16", dtype))
+    said = "row_dtype: float16, gradient_dtype: float32, and row_dtype: float16, gradient_dt"
+    with pytest.raises(ConfigError, match=rf"have different wire_config: {said}"):
         place.find(place.ipc(0), place.ipc(1))
 
 

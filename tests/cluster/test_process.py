@@ -14,10 +14,19 @@ import pytest
 from persia import env
 from persia._cluster.connect import connect_parameter_servers
 from persia._cluster.job import Event
-from persia._cluster.process import Options, ServerProcess, _load, run_parameter_server
+from persia._cluster.process import (
+    Options,
+    ServerProcess,
+    _load,
+    run_embedding_worker,
+    run_parameter_server,
+)
 from persia._rpc.client import Client
+from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import parameter_server
-from persia.config import EmbeddingSchema, GlobalConfig
+from persia._rpc.server import serve
+from persia._rpc.zmq_transport import ZmqTransport
+from persia.config import EmbeddingSchema, GlobalConfig, schema_fingerprint
 from persia.errors import ConfigError, ServiceBusy
 from tests.support.processes import run
 from tests.support.waiting import until
@@ -126,3 +135,28 @@ def test_a_crash_of_native_code_leaves_the_stacks_of_its_threads() -> None:
     assert ran.returncode == -signal.SIGSEGV
     assert "Fatal Python error: Segmentation fault" in ran.stderr
     assert "in crash" in ran.stderr
+
+
+def test_an_embedding_worker_that_sends_floats_otherwise_than_its_servers_ends(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_EMBEDDING_WORKERS", f"ipc://{tmp_path}/worker")
+    settings = tmp_path / "global_config.yml"
+    settings.write_text("common_config: {wire_config: {gradient_dtype: bfloat16}}\n")
+    address = f"ipc://{tmp_path}/server"
+    with closing(ZmqTransport()) as transport:
+        server = serve(
+            *(transport, address, parameter_server(), object()),
+            schema_fingerprint=schema_fingerprint(SCHEMA),
+            wire=WireDtypes("float32", "float16"),
+        )
+        try:
+            with pytest.raises(ConfigError) as raised:
+                run_embedding_worker(Options(config, settings))
+        finally:
+            server.stop()
+    assert str(raised.value) == (
+        f"embedding-parameter-server 0 at {address}: expected common_config.wire_config as "
+        "here, row_dtype: float32, gradient_dtype: bfloat16, got row_dtype: float32, "
+        "gradient_dtype: float16; all processes of a job have one global config"
+    )

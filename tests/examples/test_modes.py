@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,13 +35,17 @@ Layout = tuple[str, int, int, int]
 
 @contextmanager
 def services(
-    layout: Layout, config: Path | Mapping[str, Any], loader: Path, *arguments: str
+    layout: Layout,
+    config: Path | Mapping[str, Any],
+    loader: Path,
+    *arguments: str,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
     """Start a job of which this process is the nn-worker."""
     transport, servers, workers, loaders = layout
     with (
         Cluster(
-            config, transport=transport, num_servers=servers, num_workers=workers
+            config, settings, transport=transport, num_servers=servers, num_workers=workers
         ) as cluster,
         env.changed(**cluster.variables),
     ):
@@ -62,6 +67,43 @@ def test_a_small_job_is_bit_equal_in_services_mode() -> None:
     with services(("tcp", 3, 2, 2), SLOTS, *loader), net.make_ctx() as ctx:
         assert train(ctx, StreamingDataset(4), **LOCKSTEP) == losses
         assert rows_of(ctx) == rows
+
+
+LATE: dict[str, Any] = {"reproducible": True, "embedding_staleness": 3}
+
+
+@pytest.mark.slow
+def test_a_small_job_repeats_at_a_bound_above_1_over_servers_and_as_embedded() -> None:
+    """Batch t sees exactly the updates up to t - 3, wherever the roles are."""
+    data = [net_batch(number) for number in range(SMALL)]
+    with net.make_ctx() as ctx:
+        embedded = train(ctx, data, **LATE), rows_of(ctx)
+    with net.make_ctx() as ctx:
+        assert train(ctx, data, **LOCKSTEP) != embedded[0]  # lateness shows in the losses
+    loader = (SMALL_LOADER, str(SMALL))
+    for _ in range(2):
+        with services(("tcp", 2, 2, 1), SLOTS, *loader), net.make_ctx() as ctx:
+            assert (train(ctx, StreamingDataset(4), **LATE), rows_of(ctx)) == embedded
+
+
+@pytest.mark.slow
+def test_a_small_job_in_bfloat16_has_the_same_bits_in_every_layout() -> None:
+    """Floats are rounded to nearest, whichever servers they come from."""
+    wire = {"row_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
+    settings = {"common_config": {"wire_config": wire}}
+    with net.make_ctx() as ctx:
+        exact = train(ctx, [net_batch(number) for number in range(SMALL)], **LOCKSTEP)
+    found = []
+    for layout in (("ipc", 1, 1, 1), ("tcp", 3, 2, 1)):
+        loader = (SMALL_LOADER, str(SMALL))
+        with (
+            services(layout, SLOTS, *loader, settings=settings),
+            net.make_ctx() as ctx,
+        ):
+            found.append((train(ctx, StreamingDataset(4), **LOCKSTEP), rows_of(ctx)))
+    assert found[0] == found[1]
+    assert found[0][0] != exact
+    assert np.allclose(found[0][0], exact, atol=2e-3)
 
 
 OWN = {"samples": 12_000, "batch_size": 256, "seed": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgpack  # type: ignore[import-untyped]
@@ -16,18 +16,34 @@ from hypothesis.extra import numpy as hnp
 
 from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.codec import ArrayReader, ErrorOrigin, coder_of, error_from_body, error_to_body
-from persia._rpc.frame import DTYPES, Failure, Reply, decode, encode
+from persia._rpc.codec import (
+    ArrayReader,
+    ArrayWriter,
+    ErrorOrigin,
+    coder_of,
+    error_from_body,
+    error_to_body,
+)
+from persia._rpc.frame import BFLOAT16, DTYPES, Failure, Reply, decode, encode
 from persia._rpc.messages import (
+    FoundRows,
     IDFeatures,
+    JaggedOutput,
     LookupReply,
     LookupRequest,
     LookupResult,
+    NamedArray,
     OptimizerSettings,
     PooledOutput,
+    RawOutput,
+    RowPiece,
     SlotGradient,
+    TableEntries,
+    TableGradients,
+    TableRows,
     TableSigns,
     UpdateRequest,
+    WireDtypes,
 )
 from persia._rpc.methods import Hello
 from persia.errors import (
@@ -38,6 +54,7 @@ from persia.errors import (
     RemoteError,
     ServiceBusy,
 )
+from tests.reference import halves as model
 from tests.rpc.support import message_classes, place, same
 from tests.support.profiles import tries
 from tests.support.strategies import ids, samples
@@ -110,7 +127,7 @@ def read(cls: Any, body: Any, *arrays: Any) -> Any:
 
 
 def there_and_back(cls: Any, value: Any) -> Any:
-    arrays: list[Any] = []
+    arrays = ArrayWriter()
     body = coder_of(cls).write(value, cls.__name__, arrays)
     reply = decode(encode(Reply(1, 1, body, tuple(arrays))))
     return read(cls, reply.body, *reply.arrays)
@@ -133,7 +150,86 @@ def test_numbers_of_numpy_are_written_as_numbers() -> None:
     assert back.options == {"lr": 1.0, "flag": True}
 
 
+FLOATS = hnp.arrays(
+    np.uint32,
+    hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=9),
+    elements=st.integers(0, 2**32 - 1),
+).map(lambda words: words.view(np.float32))
+INDEX = np.arange(3)
 SIGNS = np.arange(3, dtype=np.uint64)
+# A message around floats, and which of the dtypes is theirs.
+TRAVELLERS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda floats: TableRows(1, floats, None), "rows"),
+    (lambda floats: PooledOutput("a", floats), "rows"),
+    (lambda floats: RawOutput("a", floats, INDEX, 2), "rows"),
+    (lambda floats: JaggedOutput("a", floats, INDEX, INDEX), "rows"),
+    (lambda floats: TableGradients(1, SIGNS, None, floats), "gradients"),
+    (lambda floats: SlotGradient("a", floats), "gradients"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("make", "kind"), TRAVELLERS)
+@tries(25)
+@given(floats=FLOATS)
+def test_rows_and_gradients_in_two_bytes_are_the_nearest_that_these_have(
+    make: Any, kind: str, dtype: str, floats: Any
+) -> None:
+    """NaN and infinities stay; what is beyond float16's largest becomes that."""
+    message = make(floats)
+    arrays = ArrayWriter(WireDtypes(**{kind: dtype}))
+    body = coder_of(type(message)).write(message, type(message).__name__, arrays)
+    parts = encode(Reply(1, 1, body, tuple(arrays)))
+    reply = decode([bytes(part) for part in parts])
+    floats_part = [len(part) for part in parts].index(2 * floats.size, 2)
+    if floats.size:
+        # Nothing is copied beside the conversion.
+        sent = arrays[floats_part - 2]
+        assert np.shares_memory(np.frombuffer(parts[floats_part], np.uint8), sent)
+    held = model.held(dtype, floats.reshape(-1)).reshape(floats.shape)
+    if dtype == "float16" and isinstance(message, SlotGradient):
+        held = held.astype(np.float16)  # as a user may send it
+    found = read(type(message), reply.body, *reply.arrays)
+    assert same(quiet(found), quiet(make(held)))
+    other = ArrayWriter(WireDtypes(**{{"rows": "gradients", "gradients": "rows"}[kind]: dtype}))
+    coder_of(type(message)).write(message, "", other)
+    assert any(array is floats for array in other)
+
+
+def quiet(message: Any) -> Any:
+    """The message with every NaN the same one: of which kind it is says nothing."""
+    changes = {
+        field.name: np.where(np.isnan(value), value.dtype.type(np.nan), value)
+        for field in dataclasses.fields(message)
+        if isinstance(value := getattr(message, field.name), np.ndarray)
+        and value.dtype.kind == "f"
+    }
+    return dataclasses.replace(message, **changes)
+
+
+def test_whole_rows_and_users_arrays_travel_as_they_are() -> None:
+    bfloat16 = WireDtypes("bfloat16", "bfloat16")
+    floats = np.full((2, 2), 1 / 3, np.float32)
+    signs = np.arange(2, dtype=np.uint64)
+    for message in (
+        TableEntries(0, signs, floats, None),
+        FoundRows(np.ones(2, np.uint8), floats, None),
+        RowPiece(signs, floats, None, None, 0),
+        NamedArray("dense", floats),
+        SlotGradient("a", floats.astype(np.float16)),  # short already
+    ):
+        arrays = ArrayWriter(bfloat16)
+        coder_of(type(message)).write(message, "", arrays)
+        assert all(array.dtype != BFLOAT16 for array in arrays)
+    for cls, body in ((NamedArray, ["dense", 0]), (FoundRows, [0, 1, None])):
+        found = [np.ones(2, np.uint8), np.zeros((2, 2), BFLOAT16)][2 - len(body) + 1 :]
+        with pytest.raises(ProtocolError, match="bfloat16"):
+            read(cls, body, *found)
+
+
+def test_a_peer_of_before_says_no_dtypes() -> None:
+    with pytest.raises(ProtocolError, match="the 7 fields of Hello"):
+        read(Hello, ["embedding-worker", 0, 1, 7, "0.1", ""])
 
 
 @pytest.mark.parametrize(

@@ -10,22 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import (
     EmbeddingWorker,
     FeatureScan,
+    IDFeatures,
     IDRows,
     IDsRequest,
+    InitializationSettings,
     LearningRate,
     LookupRequest,
+    OptimizerSettings,
     ParameterServer,
+    PooledOutput,
     RowsRequest,
     TableEntries,
     TableGradients,
     TableSigns,
     UpdateRequest,
+    WireDtypes,
 )
+from persia._rpc.methods import embedding_worker, parameter_server
 from persia._rpc.stubs import RemoteEmbeddingWorker, RemoteParameterServer
-from persia.errors import PersiaError, UnknownRef
+from persia.config import EmbeddingSchema
+from persia.errors import ConfigError, PersiaError, ProtocolError, UnknownRef
+from tests.reference.halves import held
 from tests.rpc.support import Wire, same
 from tests.support.services import (
     ADAM,
@@ -37,7 +46,9 @@ from tests.support.services import (
     gradient,
     make_servers,
     make_worker,
+    settings,
     sign,
+    value,
 )
 
 BATCH = {name: [[1, 2, 2], [], [3, 1]] for name in CONFIG["slots_config"]}
@@ -186,3 +197,72 @@ def test_arrays_that_arrive_are_the_receivers_own(wire: Wire) -> None:
     rows[:] = 7.0
     again = server.lookup(LookupRequest(1, False, ask)).tables[0].rows
     np.testing.assert_array_equal(again, before)
+
+
+# --- floats of two bytes ------------------------------------------------------------------
+
+BFLOAT16 = WireDtypes("bfloat16", "bfloat16")
+DLRM = EmbeddingSchema.load({"slots_config": {f"f{n}": {"dim": 32} for n in range(8)}})
+
+
+@pytest.mark.parametrize(
+    "dtypes", [WireDtypes("bfloat16", "float32"), WireDtypes("float32", "float16")], ids=str
+)
+def test_callers_follow_what_a_server_says_in_hello(ipc_wire: Wire, dtypes: WireDtypes) -> None:
+    """A row that was 0 is what its gradient arrives as, and arrives as the dtype has it."""
+    hyper = settings(initialization=InitializationSettings("zeros"))
+    (server,) = make_servers(1, hyper=hyper, optimizer=OptimizerSettings("sgd", {"lr": 1.0}))
+    served = ipc_wire.serve(server, role=parameter_server(), wire=dtypes)
+    client = ipc_wire.client(served, role=parameter_server())
+    remote = RemoteParameterServer.of(client, client.hello())
+    assert client.wire == dtypes
+    remote.check_wire(dtypes)
+    with pytest.raises(ConfigError, match="row_dtype: bfloat16, gradient_dtype: bfloat16"):
+        remote.check_wire(BFLOAT16)
+    worker = make_worker([remote])
+    result = worker.lookup_direct(features({"sum": [[1]]}))
+    thirds = np.full((1, 4), -1 / 3, np.float32)
+    worker.update(gradient(result, (1, 1), {"sum": thirds}))
+    kept = -held(dtypes.gradients, thirds[0])
+    assert (value([server], "sum", 1) == kept).all()
+    (output,) = worker.lookup_direct(features({"sum": [[1]]}, requires_grad=False)).outputs
+    assert isinstance(output, PooledOutput)
+    assert (output.values[0] == held(dtypes.rows, kept)).all()
+    worker.close()
+
+
+def test_a_dtype_that_is_not_known_here_is_refused_at_once(ipc_wire: Wire) -> None:
+    for dtypes in (WireDtypes("float8", "float32"), WireDtypes("float32", "int8")):
+        served = ipc_wire.serve(None, role=parameter_server(), wire=dtypes)
+        with pytest.raises(ProtocolError, match="rows and gradients as float32, float16, bfl"):
+            ipc_wire.client(served, role=parameter_server()).hello()
+
+
+def bytes_by_hop(wire: Wire, dtypes: WireDtypes) -> tuple[int, int]:
+    """Bytes between trainer and embedding-worker, and between that and two servers."""
+    remotes = []
+    for server in make_servers(2, DLRM):
+        served = wire.serve(server, role=parameter_server(), wire=dtypes)
+        client = wire.client(served, role=parameter_server(), replica=None)
+        remotes.append(RemoteParameterServer.of(client, client.hello()))
+    worker = make_worker(remotes, DLRM)
+    served = wire.serve(worker, role=embedding_worker(), wire=dtypes)
+    client = wire.client(served, role=embedding_worker())
+    trainer = RemoteEmbeddingWorker.of(client, client.hello())
+    rng = np.random.default_rng(3)
+    for number in range(4):
+        ids = [(rng.zipf(1.3, 256) % 100_000).astype(np.uint64) for _ in DLRM.slots]
+        batches = zip(DLRM.slots, ids, strict=True)
+        single = tuple(FeatureBatch.from_single(name, values) for name, values in batches)
+        result = trainer.lookup_direct(IDFeatures(single, number, True))
+        trainer.update(gradient(result, (1, number)))
+    between = [sum(remote.client.traffic()) for remote in remotes]
+    worker.close()
+    return sum(client.traffic()), sum(between)
+
+
+def test_bytes_of_two_hops_are_about_half_in_bfloat16(wire: Wire) -> None:
+    """A sample's ids, and signs and numbers of rows, stay as they are."""
+    wide, short = bytes_by_hop(wire, WireDtypes()), bytes_by_hop(wire, BFLOAT16)
+    for before, after in zip(wide, short, strict=True):
+        assert 0.5 < after / before <= 0.55
