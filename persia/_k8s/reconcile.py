@@ -28,7 +28,14 @@ from persia._k8s.plan import TRAINER, Note, Owner, Plan, plan_job
 from persia._k8s.pods import ATTEMPT_LABEL, SPEC_ANNOTATION
 from persia._k8s.render import WRITERS
 from persia._k8s.spec import read_job
-from persia._k8s.status import condition, conditions, failure, problems, replica_statuses
+from persia._k8s.status import (
+    condition,
+    conditions,
+    failure,
+    problems,
+    replica_statuses,
+    result_of,
+)
 from persia.errors import ConfigError
 
 Object = Mapping[str, Any]
@@ -115,20 +122,24 @@ def reconcile(
     if status.get("phase") in ENDED:
         return list(_after_end(job, status, children, now))
     try:
-        document = {key: job[key] for key in ("apiVersion", "kind", "metadata", "spec")}
-        parsed = read_job(document)
-        owner = Owner(job["metadata"]["uid"], status.get("restarts", 0))
-        plan = plan_job(
-            parsed,
-            keys_secret=f"{parsed.name}-keys-{owner.uid[:8]}",
-            owner=owner,
-            images=settings.images,
-        )
+        plan = _plan(job, settings)
     except ConfigError as exc:
         found = {"phase": "Pending", "restarts": 0, **status, "message": str(exc)}
         refused = condition("Accepted", False, "InvalidSpec", str(exc))
         return _written(job, found, [refused], now)
     return _Step(job, plan, children, now, settings).actions()
+
+
+def _plan(job: Object, settings: Settings) -> Plan:
+    """Return the plan of the job's current start; ConfigError if its spec cannot be used."""
+    parsed = read_job({key: job[key] for key in ("apiVersion", "kind", "metadata", "spec")})
+    owner = Owner(job["metadata"]["uid"], (job.get("status") or {}).get("restarts", 0))
+    return plan_job(
+        parsed,
+        keys_secret=f"{parsed.name}-keys-{owner.uid[:8]}",
+        owner=owner,
+        images=settings.images,
+    )
 
 
 def _written(
@@ -153,6 +164,34 @@ def _own(job: Object, objects: Sequence[Object]) -> list[Object]:
     ]
 
 
+def _current(job: Object, objects: Sequence[Object], attempt: int) -> list[Object]:
+    """Return the Jobs, or the JobSet, of a start of a job, less those that are deleted."""
+    return [
+        one
+        for one in _own(job, objects)
+        if one["kind"] in RUN_KINDS
+        and one["metadata"]["labels"].get(ATTEMPT_LABEL) == str(attempt)
+        and not _is_going(one)
+    ]
+
+
+def _counts(plan: Plan, children: Children, runs: Sequence[Object]) -> dict[str, Any]:
+    """Return the status' counts of pods; a JobSet's Jobs are owned by it."""
+    uids = {one["metadata"]["uid"] for one in runs}
+    jobs = [
+        one
+        for one in children.objects
+        if one["kind"] == "Job"
+        and uids.intersection(
+            (
+                one["metadata"]["uid"],
+                *(owner["uid"] for owner in one["metadata"].get("ownerReferences", ())),
+            )
+        )
+    ]
+    return replica_statuses(plan, children.pods, jobs)
+
+
 def _after_end(
     job: Object, status: Object, children: Children, now: datetime
 ) -> Iterator[Action]:
@@ -161,22 +200,35 @@ def _after_end(
     if isinstance(ttl, int) and now >= ended + timedelta(seconds=ttl):
         yield Delete(job)
         return
-    if now >= ended + timedelta(seconds=_GRACE_S):
-        for one in _own(job, children.objects):
-            if one["kind"] in RUN_KINDS and not _result(one) and not _is_going(one):
-                yield Delete(one)
+    if now < ended + timedelta(seconds=_GRACE_S):
+        yield from _counted_after_end(job, status, children, now)
+        return
+    for one in _own(job, children.objects):
+        if one["kind"] in RUN_KINDS and not result_of(one) and not _is_going(one):
+            yield Delete(one)
+
+
+def _counted_after_end(
+    job: Object, status: Object, children: Children, now: datetime
+) -> list[Action]:
+    """Return the write of the counts while roles end after the trainers, and are seen to.
+
+    What has been deleted by now keeps the counts that it had.
+    """
+    runs = _current(job, children.objects, status.get("restarts", 0))
+    try:
+        counts = _counts(_plan(job, Settings()), children, runs)
+    except ConfigError:  # the spec has changed since
+        return []
+    before = status.get("replicaStatuses") or {}
+    for role, found in counts.items():
+        for key in ("succeeded", "failed", "restarts"):
+            found[key] = max(found[key], (before.get(role) or {}).get(key, 0))
+    return _written(job, {**status, "replicaStatuses": counts}, [], now)
 
 
 def _is_going(one: Object) -> bool:
     return bool(one["metadata"].get("deletionTimestamp"))
-
-
-def _result(run: Object) -> str:
-    """Return how a Job or a JobSet has ended; the empty text while it has not."""
-    for found in (run.get("status") or {}).get("conditions") or ():
-        if found["status"] == "True" and found["type"] in ("Complete", "Completed", "Failed"):
-            return "Failed" if found["type"] == "Failed" else "Complete"
-    return ""
 
 
 class _Step:
@@ -191,19 +243,14 @@ class _Step:
         self._spec = plan.job.spec
         self._own = _own(job, children.objects)
         self._runs = [one for one in self._own if one["kind"] in RUN_KINDS]
-        label = str(self._attempt)
-        self._current = [
-            one
-            for one in self._runs
-            if one["metadata"]["labels"].get(ATTEMPT_LABEL) == label and not _is_going(one)
-        ]
+        self._current = _current(job, children.objects, self._attempt)
         self._status: dict[str, Any] = {
             "phase": "Pending",
             "message": "",
             "startTime": now.strftime(_TIME),
             **(job.get("status") or {}),
             "restarts": self._attempt,
-            "replicaStatuses": replica_statuses(plan, children.pods),
+            "replicaStatuses": _counts(plan, children, self._current),
         }
 
     def actions(self) -> list[Action]:
@@ -211,7 +258,7 @@ class _Step:
         notes: list[Action] = [Emit(note) for note in self._plan.notes] if first else []
         if self._spec.suspend:
             return [*notes, *self._suspended()]
-        failed = [one for one in self._current if _result(one) == "Failed"]
+        failed = [one for one in self._current if result_of(one) == "Failed"]
         if failed:
             return [*notes, *self._failed(failed[0])]
         if self._has_succeeded():
@@ -243,11 +290,13 @@ class _Step:
     def _has_succeeded(self) -> bool:
         """Whether all trainers have ended with 0, or, without trainers, all pods."""
         if self._plan.engine.name == "jobset":
-            return any(_result(one) == "Complete" for one in self._current)
+            return any(result_of(one) == "Complete" for one in self._current)
         trainers = self._plan.role(TRAINER)
         roles = [trainers] if trainers else self._plan.roles
         wanted = {role.host_of(number) for role in roles for number in range(role.replicas)}
-        done = {one["metadata"]["name"] for one in self._current if _result(one) == "Complete"}
+        done = {
+            one["metadata"]["name"] for one in self._current if result_of(one) == "Complete"
+        }
         return wanted <= done
 
     def _succeeded(self) -> list[Action]:

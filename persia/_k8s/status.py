@@ -50,23 +50,71 @@ def _containers(pod: Object) -> Sequence[Object]:
     return found
 
 
-def replica_statuses(plan: Plan, pods: Sequence[Object]) -> dict[str, dict[str, int]]:
-    """Return, by role, how many pods there are to be, and are."""
+def result_of(run: Object) -> str:
+    """Return how a Job or a JobSet has ended; the empty text while it has not."""
+    for found in (run.get("status") or {}).get("conditions") or ():
+        if found["status"] == "True" and found["type"] in ("Complete", "Completed", "Failed"):
+            return "Failed" if found["type"] == "Failed" else "Complete"
+    return ""
+
+
+def replica_statuses(
+    plan: Plan, pods: Sequence[Object], jobs: Sequence[Object] = ()
+) -> dict[str, dict[str, int]]:
+    """Return, by role, how many pods there are to be, and are.
+
+    A Job that has ended says how its pods did: they may be read a little earlier than it, when
+    they still ran, or be gone.
+
+    Args:
+        plan: Of the job.
+        pods: Its pods.
+        jobs: The Jobs of its current start, also those that a JobSet has made.
+    """
+    results = {job["metadata"]["uid"]: result_of(job) for job in jobs}
     found = {}
     for role in plan.roles:
-        own = [
-            pod for pod in pods if pod["metadata"]["labels"].get(ROLE_LABEL) == role.kind.role
-        ]
-        phases = [(pod.get("status") or {}).get("phase") for pod in own]
+        own = [pod for pod in pods if _role_of(pod) == role.kind.role]
+        phases = [_phase_of(pod, results) for pod in own]
+        done = sum(
+            (job.get("spec") or {}).get("completions") or 1
+            for job in jobs
+            if _role_of(job) == role.kind.role and result_of(job) == "Complete"
+        )
+        failed = sum(
+            _role_of(job) == role.kind.role and result_of(job) == "Failed" for job in jobs
+        )
+        succeeded = max(done, phases.count("Succeeded"))
         found[role.kind.role] = {
             "desired": role.replicas,
-            "running": phases.count("Running") + phases.count("Succeeded"),
-            "ready": sum(_is_ready(pod) for pod in own),
-            "succeeded": phases.count("Succeeded"),
-            "failed": phases.count("Failed"),
+            "running": phases.count("Running") + succeeded,
+            "ready": sum(
+                _is_ready(pod)
+                for pod, phase in zip(own, phases, strict=True)
+                if phase == "Running"
+            ),
+            "succeeded": succeeded,
+            "failed": max(failed, phases.count("Failed")),
             "restarts": sum(one["restartCount"] for pod in own for one in _containers(pod)),
         }
     return found
+
+
+def _role_of(one: Object) -> str | None:
+    label: str | None = (one["metadata"].get("labels") or {}).get(ROLE_LABEL)
+    return label
+
+
+def _phase_of(pod: Object, results: Mapping[str, str]) -> str | None:
+    """Return a pod's phase, or that to which its Job says that it has come."""
+    phase: str | None = (pod.get("status") or {}).get("phase")
+    owners = pod["metadata"].get("ownerReferences", ())
+    ends = {results.get(owner["uid"]) for owner in owners}
+    if phase in ("Succeeded", "Failed"):
+        return phase
+    if "Complete" in ends:
+        return "Succeeded"
+    return "Failed" if "Failed" in ends else phase
 
 
 def _is_ready(pod: Object) -> bool:
@@ -82,7 +130,7 @@ def problems(plan: Plan, pods: Sequence[Object]) -> Iterator[str]:
     for pod in sorted(
         pods,
         key=lambda pod: (
-            order.get(pod["metadata"]["labels"].get(ROLE_LABEL), 0),
+            order.get(_role_of(pod) or "", 0),
             pod["metadata"]["name"],
         ),
     ):

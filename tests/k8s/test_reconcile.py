@@ -68,6 +68,57 @@ def test_pods_that_run_make_a_job_run_and_trainers_that_end_end_it() -> None:
     assert kinds(cluster) == ALL  # servers end by themselves
 
 
+def test_the_counts_of_an_end_are_those_of_its_jobs_and_follow_the_other_roles() -> None:
+    cluster = Cluster(ttlSecondsAfterFinished=100)
+    cluster.settle()
+    jobs = cluster.api.of("Job")
+    for name, one in list(jobs.items()):
+        cluster.add_pod(name, one["metadata"]["labels"]["persia_role"], phase="Running")
+    cluster.end_trainers()  # the pods are still read as running
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+    trainers = cluster.status["replicaStatuses"]["nn-worker"]
+    assert (trainers["succeeded"], trainers["running"]) == (2, 2)
+    completed = cluster.status["completionTime"]
+    server = "embedding-parameter-server"
+    assert cluster.status["replicaStatuses"][server]["succeeded"] == 0
+    for number in (0, 1):
+        cluster.end(f"adult-income-embedding-ps-{number}")
+    cluster.settle()
+    assert cluster.status["replicaStatuses"][server]["succeeded"] == 2
+    assert cluster.status["completionTime"] == completed
+    # What is deleted by hand stays counted.
+    for kind in ("Pod", "Job"):
+        for name in list(cluster.api.of(kind)):
+            del cluster.api.objects[kind, "default", name]
+    cluster.settle()
+    assert cluster.status["replicaStatuses"]["nn-worker"]["succeeded"] == 2
+
+
+def test_a_job_set_s_jobs_count_its_pods() -> None:
+    cluster = Cluster(engine="jobset")
+    cluster.settle()
+    (whole,) = cluster.api.of("JobSet").values()
+    labels = {"persia_job": "adult-income", "persia_role": "nn-worker"}
+    cluster.api.put(
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {
+                "name": "adult-income-nn-worker-0",
+                "labels": labels,
+                "ownerReferences": [{"uid": whole["metadata"]["uid"]}],
+            },
+            "spec": {"completions": 2},
+        }
+    )
+    cluster.end("adult-income-nn-worker-0")
+    cluster.end("adult-income", "Completed", "AllJobsCompleted", kind="JobSet")
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.status["replicaStatuses"]["nn-worker"]["succeeded"] == 2
+
+
 def test_what_does_not_end_with_its_job_is_deleted_and_the_job_in_its_time() -> None:
     cluster = Cluster(ttlSecondsAfterFinished=100)
     cluster.settle()

@@ -74,6 +74,35 @@ def test_pods_are_counted_by_role() -> None:
     }
 
 
+def job(name: str, role: str = "nn-worker", how: str = "", **spec: Any) -> dict[str, Any]:
+    ended = [{"type": how, "status": "True", "reason": "", "message": ""}] if how else []
+    meta = {"name": name, "uid": f"uid-{name}", "labels": {"persia_role": role}}
+    return {"kind": "Job", "metadata": meta, "spec": spec, "status": {"conditions": ended}}
+
+
+def test_a_job_that_has_ended_counts_its_pods_before_they_are_seen_to_have() -> None:
+    ready = {"type": "Ready", "status": "True"}
+    pods = [
+        pod("t-0", phase="Succeeded"),
+        pod("t-1", phase="Running", conditions=[ready]),
+        pod("s-0", "embedding-parameter-server", phase="Running", conditions=[ready]),
+        pod("s-1", "embedding-parameter-server", phase="Running"),
+    ]
+    for one in pods:
+        one["metadata"]["ownerReferences"] = [{"uid": f"uid-{one['metadata']['name']}"}]
+    server = "embedding-parameter-server"
+    jobs = [job("t-0", how="Complete"), job("t-1", how="Complete")]
+    jobs += [job("s-0", server, how="Failed"), job("s-1", server)]
+    found = replica_statuses(PLAN, pods, jobs)
+    done = {"ready": 0, "restarts": 0, "desired": 2}
+    assert found["nn-worker"] == {**done, "running": 2, "succeeded": 2, "failed": 0}
+    assert found[server] == {**done, "running": 1, "succeeded": 0, "failed": 1}
+    # Pods that are gone, and an Indexed Job of all pods of a role.
+    assert replica_statuses(PLAN, [], jobs)["nn-worker"]["succeeded"] == 2
+    whole = [job("t", how="Complete", completions=2)]
+    assert replica_statuses(PLAN, [], whole)["nn-worker"]["succeeded"] == 2
+
+
 def test_a_condition_keeps_the_time_at_which_it_became_so() -> None:
     first = conditions([], [condition("Accepted", True, "Valid", "")], "t1")
     again = conditions(first, [condition("Accepted", True, "Valid", "")], "t2")
