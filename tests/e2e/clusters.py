@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support import waiting
 from tests.support.processes import ROOT
@@ -100,3 +101,17 @@ def status_of(kubectl: Kubectl, namespace: str, name: str) -> dict[str, Any]:
 
 def names(kubectl: Kubectl, namespace: str) -> set[str]:
     return set(kubectl("get", JOBS, "-n", namespace, "-o", "name").split())
+
+
+def serving_objects(kubectl: Kubectl) -> list[dict[str, Any]]:
+    """Return those of examples/kubernetes/serving, in the versions that the cluster has."""
+    folder = ROOT / "examples" / "kubernetes" / "serving"
+    text = kubectl("kustomize", str(folder))
+    served = kubectl("api-versions").split()
+    for new, old in (
+        ("policy/v1", "policy/v1beta1"),
+        ("autoscaling/v2", "autoscaling/v2beta2"),
+    ):
+        if new not in served:
+            text = text.replace(f"apiVersion: {new}\n", f"apiVersion: {old}\n")
+    return list(yaml.safe_load_all(text))

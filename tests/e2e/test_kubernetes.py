@@ -17,7 +17,15 @@ import yaml
 
 from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
-from tests.e2e.clusters import Kubectl, names, operator, runs_containers, status_of, until
+from tests.e2e.clusters import (
+    Kubectl,
+    names,
+    operator,
+    runs_containers,
+    serving_objects,
+    status_of,
+    until,
+)
 from tests.k8s.specs import original
 from tests.support.processes import ROOT
 
@@ -184,6 +192,35 @@ def test_the_operator_works_with_its_role_and_may_do_nothing_else(
         kubectl("apply", "-f", "-", text=yaml.safe_dump(document(namespace)))
         status_in(kubectl, namespace, "Succeeded")
     assert "403" not in (tmp_path / "log").read_text()
+
+
+def test_serving_is_stored_as_it_is_and_its_pods_are_ready(
+    kubectl: Kubectl, namespace: str
+) -> None:
+    objects = serving_objects(kubectl)
+    kubectl("apply", "-n", namespace, "-f", "-", text=yaml.safe_dump_all(objects))
+
+    def ready() -> bool:
+        path = "jsonpath={.items[*].status.readyReplicas}"
+        found = kubectl("get", "statefulset,deployment", "-n", namespace, "-o", path)
+        return found.split() == ["2", "1"]  # what scales the second has no metric here
+
+    until(ready, "servers of rows and of requests are ready")
+    for one in objects:
+        kind, name = one["kind"], one["metadata"]["name"]
+        kind = (
+            f"{kind}.{one['apiVersion'].partition('/')[0]}"
+            if "/" in one["apiVersion"]
+            else kind
+        )
+        stored = json.loads(kubectl("get", kind, name, "-n", namespace, "-o", "json"))
+        if kind.startswith("Horizontal"):  # read in its first version, with other fields
+            assert "persia_serving_request_seconds_p99" in json.dumps(stored)
+        else:
+            assert not list(lost(one, stored, kind)), name
+    # Each server of rows has the number that is in its name.
+    pods = kubectl("get", "pods", "-n", namespace, "-l", "role=rows", "-o", "name")
+    assert set(pods.split()) == {"pod/clicks-rows-0", "pod/clicks-rows-1"}
 
 
 def _kubeconfig_of(kubectl: Kubectl, namespace: str, folder: Path) -> str:

@@ -18,7 +18,14 @@ import yaml
 from persia import env
 from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
-from tests.e2e.clusters import Kubectl, names, runs_containers, status_of, until
+from tests.e2e.clusters import (
+    Kubectl,
+    names,
+    runs_containers,
+    serving_objects,
+    status_of,
+    until,
+)
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -142,3 +149,82 @@ def test_an_operator_in_a_pod_trains_with_keys_that_it_made(
     assert "without keys" not in kubectl("logs", "job/adult-embedding-ps-0", "-n", adult)
     kubectl("delete", "pj", "adult", "-n", adult)
     until(lambda: not names(kubectl, adult), "everything is deleted", GONE_S)
+
+
+# --- serving ----------------------------------------------------------------------------------
+
+SCRIPTS = ROOT / "examples" / "serving"
+# A volume of a directory is root's, whatever group a pod asks for.
+OPEN: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "open"},
+    "spec": {
+        "restartPolicy": "Never",
+        "securityContext": {"runAsUser": 0},
+        "containers": [
+            {
+                "name": "open",
+                "command": ["chmod", "0777", "/serving"],
+                "volumeMounts": [{"name": "serving", "mountPath": "/serving"}],
+            }
+        ],
+        "volumes": [{"name": "serving", "persistentVolumeClaim": {"claimName": "clicks"}}],
+    },
+}
+ASK = """
+import json, urllib.request
+inputs = [
+    {"name": "user", "datatype": "INT64", "shape": [1], "data": [7]},
+    {"name": "item", "datatype": "INT64", "shape": [2], "data": [1, 2]},
+    {"name": "seen_items", "datatype": "INT64", "shape": [1, 2], "data": [2, 3]},
+    {"name": "hour", "datatype": "FP32", "shape": [1, 1], "data": [0.5]},
+]
+url = "http://clicks:8080/v2/models/clicks/infer"
+with urllib.request.urlopen(url, json.dumps({"inputs": inputs}).encode(), timeout=10) as reply:
+    print(json.dumps(json.load(reply)["outputs"][0]["data"]))
+"""
+
+
+def test_pods_serve_what_a_job_publishes_also_when_a_server_of_rows_is_replaced(
+    kubectl: Kubectl, image: str, namespace: str
+) -> None:
+    objects = serving_objects(kubectl)
+    for one in [*objects, OPEN]:
+        pod = one["spec"].get("template", one)["spec"]
+        for container in pod.get("containers", ()):
+            container["image"] = f"{image}:serving"
+    (train,) = (one for one in objects if one["kind"] == "Job")
+    train["spec"]["template"]["spec"]["containers"][0]["args"] = [
+        *("--seconds", "20", "--publish-every", "5")
+    ]
+    claims = [one for one in objects if one["kind"] == "PersistentVolumeClaim"]
+    kubectl("apply", "-n", namespace, "-f", "-", text=yaml.safe_dump_all([*claims, OPEN]))
+    words = ("get", "pod", "open", "-n", namespace, "-o", "jsonpath={.status.phase}")
+    until(lambda: kubectl(*words) == "Succeeded", "the volume is open")
+    for name, folder in (("scripts", SCRIPTS), ("config", SCRIPTS / "config")):
+        given = ("create", "configmap", f"clicks-{name}", f"--from-file={folder}")
+        kubectl(*given, "-n", namespace)
+    kubectl("apply", "-n", namespace, "-f", "-", text=yaml.safe_dump_all(objects))
+
+    def succeeded() -> bool:
+        path = "jsonpath={.status.succeeded} {.status.failed}"
+        found = kubectl("get", "job", "clicks-train", "-n", namespace, "-o", path).split()
+        assert found in ([], ["1"]), kubectl("logs", "job/clicks-train", "-n", namespace)
+        return found == ["1"]
+
+    until(succeeded, "training has ended", TRAIN_S)
+    ask = ("exec", "-n", namespace, "deployment/clicks", "--", "python", "-c", ASK)
+
+    def scores() -> list[float]:
+        text = kubectl(*ask, check=False)
+        found: list[float] = json.loads(text) if text else []
+        return found
+
+    before = until(scores, "the service answers", TRAIN_S)
+    assert len(before) == 2
+    assert all(0 < score < 1 for score in before)
+    kubectl("delete", "pod", "clicks-rows-1", "-n", namespace, "--grace-period=5")
+    waits = ("wait", "--for=condition=Ready", "pod/clicks-rows-1", "--timeout=50s")
+    until(lambda: kubectl(*waits, "-n", namespace, check=False), "it is replaced", TRAIN_S)
+    assert until(scores, "the service answers again", TRAIN_S) == before
