@@ -136,6 +136,25 @@ compose-test:  ## the stack of compose.yaml: same bits, failures, chaos (needs D
 k8s-test: build  ## jobs on the cluster of KUBECONFIG, one for tests (PERSIA_TEST_CLUSTER=1)
 	$(PYTEST) -q tests/e2e/test_kubernetes.py
 
+.PHONY: k8s-scale
+k8s-scale: build  ## 200 jobs of 20 pods on the same cluster: latency, memory and requests
+	$(BIN)/python -m tests.k8s.scale
+
+.PHONY: helm
+helm:  ## fetch Helm for tests/k8s/test_helm.py into build/helm
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --target build/helm 'helm-python-sdk==0.2.2'
+
+# Images go to the nodes as they are where these share the machine's Docker.
+K8S_IMAGE ?= persia-pods
+
+.PHONY: k8s-images k8s-pods
+k8s-images:  ## images of the roles and the operator, named K8S_IMAGE=persia-pods
+	COMPOSE_TEST=$(K8S_IMAGE) $(PYTHON) -m tests.compose build
+	docker build --quiet --build-arg SERVER=$(K8S_IMAGE):server -t $(K8S_IMAGE):operator deploy/operator
+
+k8s-pods: build k8s-images  ## the same cluster, with nodes that run containers: Adult in real pods
+	PERSIA_TEST_IMAGE=$(K8S_IMAGE) $(PYTEST) -q -rs tests/e2e/test_kubernetes_pods.py
+
 audit:  ## known holes in what the images are made of (says so where it cannot know)
 	{ test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
 	  build/audit/bin/pip install --quiet --disable-pip-version-check 'pip-audit>=2.7,<3'; }; } || \

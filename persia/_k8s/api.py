@@ -72,6 +72,12 @@ class Api(Protocol):
         """Return the objects of a namespace, or of all."""
         ...
 
+    def each(
+        self, api_version: str, kind: str, namespace: str | None = None, **query: str
+    ) -> AsyncIterator[Object]:
+        """Yield the same; with a ``limit``, no more than so many are held at a time."""
+        ...
+
 
 def path_of(api_version: str, kind: str, namespace: str | None, name: str = "") -> str:
     """Return the path of a resource, or of one object."""
@@ -205,10 +211,21 @@ class KubernetesApi:
     async def list(
         self, api_version: str, kind: str, namespace: str | None = None, **query: str
     ) -> list[Object]:
+        return [one async for one in self.each(api_version, kind, namespace, **query)]
+
+    async def each(
+        self, api_version: str, kind: str, namespace: str | None = None, **query: str
+    ) -> AsyncIterator[Object]:
         path = path_of(api_version, kind, namespace)
-        found = (await self._call("GET", path, query=query))["items"]
-        # Of a list, items name neither version nor kind.
-        return [{**one, "apiVersion": api_version, "kind": kind} for one in found]
+        while True:
+            found = await self._call("GET", path, query=query)
+            for one in found["items"]:
+                # Of a list, items name neither version nor kind.
+                yield {**one, "apiVersion": api_version, "kind": kind}
+            rest = (found.get("metadata") or {}).get("continue")
+            if not rest:
+                return
+            query = {**query, "continue": rest}
 
 
 JOB_KIND = (API_VERSION, KIND)

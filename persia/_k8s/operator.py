@@ -16,7 +16,7 @@ import hashlib
 import logging
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from typing import Any
 import kopf
 
 from persia._k8s.api import JOB_KIND, Api, ApiError, KubernetesApi, log_in
-from persia._k8s.plan import JOB_LABEL, KEY_FILES, Plan
-from persia._k8s.pods import keys_secret
+from persia._k8s.plan import JOB_LABEL, KEY_FILES, ROLE_LABEL, Plan
+from persia._k8s.pods import ATTEMPT_LABEL, SPEC_ANNOTATION, keys_secret
 from persia._k8s.reconcile import (
     Action,
     Children,
@@ -48,11 +48,32 @@ Object = Mapping[str, Any]
 
 _SWEEP_S, _LIST_S = 15.0, 300.0
 _NUM_WORKERS = 4
+# Objects of one job that are created at a time: the API writes several to its disk as one.
+_AT_ONCE = 8
+# Seconds in which changes of a job's pods are gathered: they come together.
+_GATHER_S = 0.25
 # A job without pods asks why at most this often.
 _REFUSED_S = 5.0
 _NOT_FOUND, _CONFLICT = 404, 409
 # Most reconciliations of one job in a row, where each made a call.
 _MAX_ROUNDS = 20
+# Objects in one answer of a list, and seconds for which kopf keeps the last it has shown: whole
+# ones are ten times what is kept of them.
+_CHUNK, _IDLE_S = 100, 0.5
+# What is kept of a child. Its spec is most of it, and not read: the annotation says what it is.
+_KEPT = {
+    "metadata": {
+        **dict.fromkeys(("name", "namespace", "uid", "resourceVersion", "deletionTimestamp")),
+        "labels": dict.fromkeys((JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL)),
+        "annotations": {SPEC_ANNOTATION: None},
+        "ownerReferences": {"uid": None},
+    },
+    "status": {
+        **dict.fromkeys(("phase", "reason", "message")),
+        "conditions": dict.fromkeys(("type", "status", "reason", "message")),
+        "containerStatuses": dict.fromkeys(("ready", "restartCount", "state", "lastState")),
+    },
+}
 
 
 def watched(kubernetes: tuple[int, int], has_job_sets: bool) -> list[tuple[str, str]]:
@@ -72,19 +93,14 @@ async def carry_out(
         ApiError: If it refused another call.
     """
     refused: dict[tuple[str, str], str] = {}
-    for action in actions:
-        if isinstance(action, Create | CreateKeys):
-            found = action.object if isinstance(action, Create) else new_keys(action.plan)
-            try:
-                await api.create(found)
-            except ApiError as exc:
-                # 409: it is there already, made from what was seen before.
-                if exc.status == _CONFLICT:
-                    continue
-                if not 400 <= exc.status < 500:  # the server's failure, and not the object's
-                    raise
-                refused[found["kind"], found["metadata"]["name"]] = str(exc)
-        elif isinstance(action, Delete):
+    for several in _together(actions):
+        made = await asyncio.gather(
+            *(_create(api, one, refused) for one in several), return_exceptions=True
+        )
+        for failure in filter(None, made):
+            raise failure
+        action = several[0]
+        if isinstance(action, Delete):
             try:
                 await api.delete(action.object)
             except ApiError as exc:
@@ -95,6 +111,37 @@ async def carry_out(
         elif isinstance(action, Emit):
             await _emit(api, job, action)
     return refused
+
+
+def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Yield actions in their order, several where objects are created: none needs another.
+
+    Keys are by themselves: they are made while there is no Job.
+    """
+    several: list[Action] = []
+    for action in actions:
+        are_alike = all(isinstance(one, Create) for one in (action, *several))
+        if several and not (are_alike and len(several) < _AT_ONCE):
+            yield several
+            several = []
+        several.append(action)
+    if several:
+        yield several
+
+
+async def _create(api: Api, action: Action, refused: dict[tuple[str, str], str]) -> None:
+    """Create an object, if that is the action; notes why the API refused it."""
+    if isinstance(action, Create | CreateKeys):
+        found = action.object if isinstance(action, Create) else new_keys(action.plan)
+        try:
+            await api.create(found)
+        except ApiError as exc:
+            # 409: it is there already, made from what was seen before.
+            if exc.status == _CONFLICT:
+                return
+            if not 400 <= exc.status < 500:  # the server's failure, and not the object's
+                raise
+            refused[found["kind"], found["metadata"]["name"]] = str(exc)
 
 
 def new_keys(plan: Plan) -> dict[str, Any]:
@@ -136,6 +183,21 @@ async def _emit(api: Api, job: Object, action: Emit) -> None:
             logger.warning("%s", exc)
 
 
+def kept(found: Object) -> Object:
+    """Return of a child what reconciliation reads: a tenth of it."""
+    about = {"apiVersion": found.get("apiVersion"), "kind": found["kind"]}
+    return {**about, **_selected(found, _KEPT)}
+
+
+def _selected(found: Any, wanted: Mapping[str, Any] | None) -> Any:
+    """Return the wanted keys of an object, or of each of a list; None: all of it."""
+    if wanted is None or found is None:
+        return found
+    if isinstance(found, list):
+        return [_selected(one, wanted) for one in found]
+    return {key: _selected(found[key], below) for key, below in wanted.items() if key in found}
+
+
 class Operator:
     """Keeps what the API has of jobs, and reconciles one after another.
 
@@ -163,6 +225,7 @@ class Operator:
         self._asked: dict[Key, float] = {}
         self._queue: asyncio.Queue[Key] = asyncio.Queue()
         self._queued: set[Key] = set()
+        self._changing: set[Key] = set()  # whose pods have changed a moment ago
         self._busy: set[Key] = set()
 
     # --- the cache ---------------------------------------------------------------------
@@ -181,7 +244,15 @@ class Operator:
             if is_deleted:
                 self._children[key].pop(meta["uid"], None)
             elif not _is_older(found, self._children[key].get(meta["uid"])):
-                self._children[key][meta["uid"]] = found
+                self._children[key][meta["uid"]] = kept(found)
+        if found["kind"] != "Pod":
+            self.queue(key)
+        elif key not in self._changing:
+            self._changing.add(key)
+            asyncio.get_running_loop().call_later(_GATHER_S, self._queue_changed, key)
+
+    def _queue_changed(self, key: Key) -> None:
+        self._changing.discard(key)
         self.queue(key)
 
     def queue(self, key: Key) -> None:
@@ -197,11 +268,12 @@ class Operator:
             for one in await self._api.list(*JOB_KIND, namespace):
                 jobs[one["metadata"]["namespace"], one["metadata"]["name"]] = one
             for version, kind in self._kinds:
-                for one in await self._api.list(
-                    version, kind, namespace, labelSelector=JOB_LABEL
+                async for one in self._api.each(
+                    version, kind, namespace, labelSelector=JOB_LABEL, limit=str(_CHUNK)
                 ):
                     meta = one["metadata"]
-                    children[meta["namespace"], meta["labels"][JOB_LABEL]][meta["uid"]] = one
+                    key = (meta["namespace"], meta["labels"][JOB_LABEL])
+                    children[key][meta["uid"]] = kept(one)
         self._jobs, self._children = jobs, children
         for key in jobs:
             self.queue(key)
@@ -331,6 +403,11 @@ class _Noting:
     ) -> list[Object]:
         return await self._api.list(api_version, kind, namespace, **query)
 
+    def each(
+        self, api_version: str, kind: str, namespace: str | None = None, **query: str
+    ) -> AsyncIterator[Object]:
+        return self._api.each(api_version, kind, namespace, **query)
+
 
 def _is_older(found: Object, known: Object | None) -> bool:
     """Whether an object is older than what is known of it.
@@ -400,6 +477,8 @@ def _kopf_settings() -> kopf.OperatorSettings:
     # Nothing is handled by kopf beyond watching, so it needs to write and to discover nothing.
     settings.posting.enabled = False
     settings.scanning.disabled = True
+    settings.watching.chunk_size = _CHUNK
+    settings.queueing.idle_timeout = _IDLE_S
     return settings
 
 
@@ -412,8 +491,9 @@ def _registry(operator: Operator, kinds: Iterable[tuple[str, str]]) -> kopf.Oper
     kopf.on.login(registry=registry)(credentials)
 
     def watch(kind: str, *resource: str, **filters: Any) -> None:
-        # Not async: nothing is waited for.
-        def seen(event: kopf.RawEvent, **_: Any) -> None:
+        # Async, though nothing is waited for: others are called by threads, for which neither
+        # the cache nor the queue is.
+        async def seen(event: kopf.RawEvent, **_: Any) -> None:
             body: dict[str, Any] = dict(event["object"])
             operator.note({**body, "kind": kind}, is_deleted=event["type"] == "DELETED")
 

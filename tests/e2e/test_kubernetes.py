@@ -2,19 +2,13 @@
 
 Pods are stood in for where its nodes are stand-ins (annotations ``k8s-here/...`` say how they
 end); validation, watches, garbage collection, quotas and rights are the API server's own.
-KUBECONFIG names the cluster; the tests use namespaces of their own, and the resource of
-PersiaJobs, which they apply.
+``clusters`` says which cluster; where its nodes run containers, test_kubernetes_pods is of use.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,60 +17,27 @@ import yaml
 
 from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
+from tests.e2e.clusters import (
+    Kubectl,
+    names,
+    operator,
+    runs_containers,
+    serving_objects,
+    status_of,
+    until,
+)
 from tests.k8s.specs import original
-from tests.support import waiting
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
-DEADLINE_S = 60.0
-STAND_IN = "PERSIA_TEST_CLUSTER"  # as a guard: no cluster is touched by accident
+NAME = "adult-income"
 
 
-@pytest.fixture(scope="module")
-def kubectl() -> Callable[..., str]:
-    if os.environ.get(STAND_IN) != "1" or not os.environ.get("KUBECONFIG"):
-        pytest.skip(f"no cluster for tests: set KUBECONFIG, and {STAND_IN}=1")
-    program = shutil.which("kubectl")
-    if program is None:
-        pytest.skip("no kubectl in PATH")
-    pytest.importorskip("kopf")
-
-    def call(*words: str, text: str | None = None, check: bool = True) -> str:
-        ran = subprocess.run(
-            [program, *words],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert not check or ran.returncode == 0, (words, ran.stderr)
-        return ran.stdout
-
-    call("apply", "-f", str(ROOT / "deploy/crd/jobs.persia.com.yaml"))
-    call("wait", "--for=condition=Established", "crd/persiajobs.persia.com", "--timeout=30s")
-    return call
-
-
-@pytest.fixture
-def namespace(kubectl: Callable[..., str], request: pytest.FixtureRequest) -> Iterator[str]:
-    name = f"persia-{os.getpid()}-{abs(hash(request.node.name)) % 10_000}"
-    kubectl("create", "namespace", name)
-    yield name
-    kubectl("delete", "namespace", name, "--wait=false")
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    """Return what the condition is, once it is true."""
-    found: list[Any] = [None]
-
-    def is_so() -> bool:
-        found[0] = condition()
-        return bool(found[0])
-
-    waiting.until(is_so, DEADLINE_S, look_s=0.2, details=lambda: what)
-    return found[0]
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins(kubectl: Kubectl) -> None:
+    if runs_containers(kubectl):
+        pytest.skip("the cluster's nodes run containers, and these pods are for stand-in nodes")
 
 
 def document(namespace: str, **annotations: str) -> dict[str, Any]:
@@ -88,46 +49,19 @@ def document(namespace: str, **annotations: str) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def operator(namespace: str, log: Path, kubeconfig: str | None = None) -> Iterator[None]:
-    command = [sys.executable, "-m", "persia.k8s_utils", "operator", "--namespace", namespace]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if kubeconfig is not None:
-        variables["KUBECONFIG"] = kubeconfig
-    with log.open("a") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=file, env=variables)
-        try:
-            yield
-            assert process.poll() is None, log.read_text()
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def status_of(kubectl: Callable[..., str], namespace: str) -> dict[str, Any]:
-    text = kubectl("get", "pj", "adult-income", "-n", namespace, "-o", "json")
-    found: dict[str, Any] = json.loads(text).get("status", {})
-    return found
-
-
-def status_in(kubectl: Callable[..., str], namespace: str, phase: str) -> dict[str, Any]:
+def status_in(kubectl: Kubectl, namespace: str, phase: str) -> dict[str, Any]:
     """Return the job's status, once it is in a phase."""
 
     def status() -> dict[str, Any] | None:
-        found = status_of(kubectl, namespace)
+        found = status_of(kubectl, namespace, NAME)
         return found if found.get("phase") == phase else None
 
     found: dict[str, Any] = until(status, phase)
     return found
 
 
-def names(kubectl: Callable[..., str], namespace: str) -> set[str]:
-    kinds = "jobs,pods,services,networkpolicies,pdb"
-    return set(kubectl("get", kinds, "-n", namespace, "-o", "name").split())
-
-
 def test_what_is_rendered_is_stored_as_it_is_and_applied_again_changes_nothing(
-    kubectl: Callable[..., str], namespace: str
+    kubectl: Kubectl, namespace: str
 ) -> None:
     found = document(namespace)
     _, objects = render(read_job(found), "native", kubernetes=(1, 20))
@@ -161,15 +95,15 @@ def lost(sent: Any, stored: Any, where: str) -> Iterator[str]:
 
 
 def test_a_job_runs_ends_and_leaves_nothing_also_if_its_operator_is_restarted(
-    kubectl: Callable[..., str], namespace: str, tmp_path: Path
+    kubectl: Kubectl, namespace: str, tmp_path: Path
 ) -> None:
     text = yaml.safe_dump(document(namespace, after="never"))
     log = tmp_path / "operator.log"
-    with operator(namespace, log):
+    with operator("--namespace", namespace, log=log):
         kubectl("apply", "-f", "-", text=text)
         status_in(kubectl, namespace, "Running")
         before = names(kubectl, namespace)
-    with operator(namespace, log):
+    with operator("--namespace", namespace, log=log):
         for pod in kubectl("get", "pods", "-n", namespace, "-o", "name").split():
             kubectl("annotate", "-n", namespace, pod, "k8s-here/after=0", "--overwrite")
         found = status_in(kubectl, namespace, "Succeeded")
@@ -182,11 +116,11 @@ def test_a_job_runs_ends_and_leaves_nothing_also_if_its_operator_is_restarted(
 
 
 def test_a_trainer_that_fails_is_named_with_its_exit_code(
-    kubectl: Callable[..., str], namespace: str, tmp_path: Path
+    kubectl: Kubectl, namespace: str, tmp_path: Path
 ) -> None:
     found = document(namespace, after="1", exit="7")
     found["spec"]["maxRestarts"] = 1
-    with operator(namespace, tmp_path / "log"):
+    with operator("--namespace", namespace, log=tmp_path / "log"):
         kubectl("apply", "-f", "-", text=yaml.safe_dump(found))
         status = status_in(kubectl, namespace, "Failed")
     assert status["restarts"] == 1
@@ -195,7 +129,7 @@ def test_a_trainer_that_fails_is_named_with_its_exit_code(
 
 
 def test_a_quota_is_the_message_of_a_job_that_it_keeps_from_running(
-    kubectl: Callable[..., str], namespace: str, tmp_path: Path
+    kubectl: Kubectl, namespace: str, tmp_path: Path
 ) -> None:
     kubectl("create", "quota", "team", "--hard=pods=3", "-n", namespace)
     until(
@@ -204,16 +138,18 @@ def test_a_quota_is_the_message_of_a_job_that_it_keeps_from_running(
         ),
         "the quota has counted",
     )
-    with operator(namespace, tmp_path / "log"):
+    with operator("--namespace", namespace, log=tmp_path / "log"):
         kubectl("apply", "-f", "-", text=yaml.safe_dump(document(namespace, after="never")))
         until(
-            lambda: "exceeded quota: team" in status_of(kubectl, namespace).get("message", ""),
+            lambda: (
+                "exceeded quota: team" in status_of(kubectl, namespace, NAME).get("message", "")
+            ),
             "the quota in the status",
         )
 
 
 def test_the_operator_works_with_its_role_and_may_do_nothing_else(
-    kubectl: Callable[..., str], namespace: str, tmp_path: Path
+    kubectl: Kubectl, namespace: str, tmp_path: Path
 ) -> None:
     base = ROOT / "deploy" / "operator"
     role = yaml.safe_load((base / "role.yaml").read_text())
@@ -248,13 +184,46 @@ def test_the_operator_works_with_its_role_and_may_do_nothing_else(
             "auth", "can-i", verb, of, "-n", namespace, "--as", account, check=False
         )
         assert asked.strip() == answer, (verb, of)
-    with operator(namespace, tmp_path / "log", _kubeconfig_of(kubectl, namespace, tmp_path)):
+    with operator(
+        *("--namespace", namespace),
+        log=tmp_path / "log",
+        kubeconfig=_kubeconfig_of(kubectl, namespace, tmp_path),
+    ):
         kubectl("apply", "-f", "-", text=yaml.safe_dump(document(namespace)))
         status_in(kubectl, namespace, "Succeeded")
     assert "403" not in (tmp_path / "log").read_text()
 
 
-def _kubeconfig_of(kubectl: Callable[..., str], namespace: str, folder: Path) -> str:
+def test_serving_is_stored_as_it_is_and_its_pods_are_ready(
+    kubectl: Kubectl, namespace: str
+) -> None:
+    objects = serving_objects(kubectl)
+    kubectl("apply", "-n", namespace, "-f", "-", text=yaml.safe_dump_all(objects))
+
+    def ready() -> bool:
+        path = "jsonpath={.items[*].status.readyReplicas}"
+        found = kubectl("get", "statefulset,deployment", "-n", namespace, "-o", path)
+        return found.split() == ["2", "1"]  # what scales the second has no metric here
+
+    until(ready, "servers of rows and of requests are ready")
+    for one in objects:
+        kind, name = one["kind"], one["metadata"]["name"]
+        kind = (
+            f"{kind}.{one['apiVersion'].partition('/')[0]}"
+            if "/" in one["apiVersion"]
+            else kind
+        )
+        stored = json.loads(kubectl("get", kind, name, "-n", namespace, "-o", "json"))
+        if kind.startswith("Horizontal"):  # read in its first version, with other fields
+            assert "persia_serving_request_seconds_p99" in json.dumps(stored)
+        else:
+            assert not list(lost(one, stored, kind)), name
+    # Each server of rows has the number that is in its name.
+    pods = kubectl("get", "pods", "-n", namespace, "-l", "role=rows", "-o", "name")
+    assert set(pods.split()) == {"pod/clicks-rows-0", "pod/clicks-rows-1"}
+
+
+def _kubeconfig_of(kubectl: Kubectl, namespace: str, folder: Path) -> str:
     """Return a kubeconfig of the service account's own token."""
     account = json.loads(
         until(

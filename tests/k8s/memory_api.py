@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from persia._k8s.api import ApiError
@@ -113,6 +113,12 @@ class MemoryApi:
             and (not label or label in one["metadata"].get("labels", {}))
             and (not value or one["metadata"]["labels"][label] == value)
         ]
+
+    async def each(
+        self, api_version: str, kind: str, namespace: str | None = None, **query: str
+    ) -> AsyncIterator[Object]:
+        for one in await self.list(api_version, kind, namespace, **query):
+            yield one
 
     # --- what others do ----------------------------------------------------------------------
 

@@ -102,6 +102,27 @@ def test_each_call_is_the_request_that_it_says(config: Path) -> None:
     assert seen[2][2] == {"propagationPolicy": "Foreground", "preconditions": {"uid": "u"}}
 
 
+def test_a_list_with_a_limit_comes_in_parts(config: Path) -> None:
+    names = [str(number) for number in range(7)]
+    asked: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        asked.append(request.path_qs.partition("?")[2])
+        begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
+        part = [{"metadata": {"name": name}} for name in names[begin : begin + limit]]
+        rest = str(begin + limit) if begin + limit < len(names) else ""
+        return web.json_response({"items": part, "metadata": {"continue": rest}})
+
+    async def calls(api: KubernetesApi) -> None:
+        found = [one async for one in api.each("v1", "Pod", labelSelector="a", limit="3")]
+        assert [one["metadata"]["name"] for one in found] == names
+        assert {one["kind"] for one in found} == {"Pod"}
+
+    run(config, handler, calls)
+    first = "labelSelector=a&limit=3"
+    assert asked == [first, f"{first}&continue=3", f"{first}&continue=6"]
+
+
 def test_a_token_that_is_refused_is_read_again(config: Path) -> None:
     async def handler(request: web.Request) -> web.Response:
         if request.headers["Authorization"] == "Bearer new":

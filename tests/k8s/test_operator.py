@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from datetime import datetime, timezone
+from typing import Any
 
 import pytest
 import yaml
@@ -11,9 +13,26 @@ import yaml
 pytest.importorskip("kopf")
 
 from persia._k8s.api import ApiError
-from persia._k8s.operator import Operator, carry_out, new_keys, watched
+from persia._k8s.operator import (
+    _AT_ONCE,
+    Operator,
+    _registry,
+    _together,
+    carry_out,
+    kept,
+    new_keys,
+    watched,
+)
 from persia._k8s.plan import plan_job
-from persia._k8s.reconcile import Create, Delete, Settings, WriteStatus
+from persia._k8s.reconcile import (
+    Children,
+    Create,
+    CreateKeys,
+    Delete,
+    Settings,
+    WriteStatus,
+    reconcile,
+)
 from persia._k8s.spec import read_job
 from persia.errors import ConfigError
 from tests.k8s.cluster import KINDS, Cluster
@@ -43,6 +62,85 @@ def test_a_late_event_does_not_undo_a_newer_one() -> None:
         assert cluster.api.writes == before
 
     asyncio.run(play())
+
+
+def test_of_children_only_what_is_read_is_kept() -> None:
+    """With ten thousand pods the rest of them would be most of the operator's memory."""
+    cluster = Cluster()
+    cluster.settle()
+    cluster.add_pod(
+        "adult-income-nn-worker-0",
+        "nn-worker",
+        phase="Failed",
+        podIP="10.0.0.1",
+        containerStatuses=[
+            {
+                "name": "nn-worker",
+                "image": "i",
+                "ready": False,
+                "restartCount": 1,
+                "state": {"terminated": {"exitCode": 7, "reason": "Error"}},
+            }
+        ],
+    )
+    own = [one for (kind, *_), one in cluster.api.objects.items() if kind != "PersiaJob"]
+    now = datetime.now(timezone.utc)
+
+    def actions(objects: list[Any]) -> Any:
+        pods = [one for one in objects if one["kind"] == "Pod"]
+        rest = [one for one in objects if one["kind"] != "Pod"]
+        return reconcile(cluster.job, Children(rest, pods), now)
+
+    cluster.end("adult-income-nn-worker-0", "Failed", "BackoffLimitExceeded")
+    small = [kept(one) for one in own]
+    whole_actions = actions(own)
+    assert actions(small) == whole_actions
+    assert "exit code 7" in str(whole_actions)
+    assert not [one for one in small if "spec" in one]
+    assert len(str(small)) < len(str(own)) / 3
+    # What it takes to delete one is there.
+    assert all(one["apiVersion"] and one["metadata"]["uid"] for one in small)
+
+
+def test_changes_of_pods_are_gathered_and_seen_by_the_loop_that_reconciles() -> None:
+    """kopf has threads call what is not async, and the queue of jobs is none of theirs."""
+    registry = _registry(Operator(MemoryApi(), Settings(), KINDS), KINDS)
+    handlers = list(registry._watching.get_all_handlers())
+    assert len(handlers) == len(KINDS) + 1
+    assert all(asyncio.iscoroutinefunction(one.fn) for one in handlers)
+
+    async def play() -> None:
+        cluster = Cluster()
+        operator = Operator(cluster.api, Settings(), KINDS)
+        await operator.list_all()
+        await operator.settle()
+        cluster.add_pod("adult-income-nn-worker-0", "nn-worker", phase="Running")
+        (pod,) = cluster.api.of("Pod").values()
+        before = len(cluster.api.writes)
+        for _ in range(20):
+            operator.note(pod)
+        await operator.settle()
+        assert len(cluster.api.writes) == before
+        end = asyncio.get_running_loop().time() + 10
+        while len(cluster.api.writes) == before:
+            assert asyncio.get_running_loop().time() < end
+            await asyncio.sleep(0.01)
+            await operator.settle()
+        assert cluster.api.writes[before:] == [("replace", "PersiaJob", "adult-income")]
+
+    asyncio.run(play())
+
+
+def test_objects_are_created_together_but_keys_before_them() -> None:
+    cluster = Cluster()
+    job = cluster.job
+    actions = reconcile(job, Children(), datetime.now(timezone.utc))
+    groups = list(_together(actions))
+    assert [one for several in groups for one in several] == actions
+    assert max(len(several) for several in groups) == _AT_ONCE
+    kinds = [{type(one) for one in several} for several in groups]
+    assert all(len(found) == 1 for found in kinds)
+    assert kinds.index({CreateKeys}) < kinds.index({Create})
 
 
 def test_an_event_of_a_deleted_child_has_it_created_again() -> None:
