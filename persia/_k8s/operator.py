@@ -60,7 +60,8 @@ _MAX_ROUNDS = 20
 # Objects in one answer of a list, and seconds for which kopf keeps the last it has shown: whole
 # ones are ten times what is kept of them.
 _CHUNK, _IDLE_S = 100, 0.5
-# What is kept of a child. Its spec is most of it, and not read: the annotation says what it is.
+# What is kept of a child. Its spec is most of it, and all but the number of pods is not read: the
+# annotation says what it is.
 _KEPT = {
     "metadata": {
         **dict.fromkeys(("name", "namespace", "uid", "resourceVersion", "deletionTimestamp")),
@@ -68,6 +69,7 @@ _KEPT = {
         "annotations": {SPEC_ANNOTATION: None},
         "ownerReferences": {"uid": None},
     },
+    "spec": {"completions": None},
     "status": {
         **dict.fromkeys(("phase", "reason", "message")),
         "conditions": dict.fromkeys(("type", "status", "reason", "message")),
