@@ -60,7 +60,7 @@ _MAX_ROUNDS = 20
 # Objects in one answer of a list, and seconds for which kopf keeps the last it has shown: whole
 # ones are ten times what is kept of them.
 _CHUNK, _IDLE_S = 100, 0.5
-# What is kept of a child. Its spec is most of it, and all but the number of pods is not read: the
+# What is kept of a child. Its spec is most of it, and read only for a Job's number of pods: the
 # annotation says what it is.
 _KEPT = {
     "metadata": {
