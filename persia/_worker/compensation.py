@@ -104,6 +104,7 @@ def _factors(
             gradient = gradients[place]
             if gradient is not None:
                 products += np.einsum("bd,bd->b", gradient, output)
-        factors = np.float32(1.0) + np.float32(strength * batch_size) * products
+        factors: Floats = np.float32(1.0) + np.float32(strength * batch_size) * products
     factors[np.isnan(factors)] = 1.0
-    return np.clip(factors, np.float32(0.0), np.float32(LARGEST))
+    np.clip(factors, 0.0, LARGEST, out=factors)
+    return factors
