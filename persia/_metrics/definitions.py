@@ -119,6 +119,9 @@ histogram lookup_total_time_cost_sec
     Seconds of a lookup after its ids were packed.
 histogram update_gradient_time_cost_sec
     Seconds to sum the gradients of a batch and have all servers apply them.
+histogram persia_delay_compensation_seconds
+    Seconds of it in which rows are looked up again and gradients corrected; absent without
+    delay_compensation.
 counter persia_ids{feat}
     Ids in batches.
 counter persia_distinct_ids{feat}

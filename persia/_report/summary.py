@@ -122,6 +122,10 @@ def _tiles(recorder: Recorder, servers: Sequence[Mapping[str, int]]) -> list[tup
         waits = recorder.tracker.timings["get_train_batch_time_cost_more_than_1ms_sec"].read()
         share = waits.seconds / max(recorder.seconds, 1e-9)
         tiles.append(("time that the loop waited for batches", texts.percent(share)))
+    counts = _unless_gone(recorder.worker.stats) or {}
+    if num := counts.get("compensated_updates", 0):
+        took_ms = counts["compensation_us"] / num / 1000
+        tiles.append(("delay compensation, of an update", f"{took_ms:.2f} ms"))
     if servers:
         tiles.append(("rows held", short(sum(one["rows"] for one in servers))))
         tiles.append(("their memory", short(sum(one["bytes"] for one in servers), "B")))

@@ -22,12 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from persia import errors
 from persia._core.base import halves
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.frame import BFLOAT16, DTYPES, Array, unexpected
-from persia._rpc.messages import WireDtypes
+from persia._core.kernels.pooling import gather
+from persia._rpc.frame import BFLOAT16, DTYPES, LIMITS, Array, unexpected
+from persia._rpc.messages import PooledOutput, WireDtypes
 from persia.errors import (
     DataError,
     DataTypeError,
@@ -48,6 +50,9 @@ _AXES: dict[str, int | None] = {
 }
 
 FLOAT32 = WireDtypes()
+
+# Share of distinct vectors up to which pooled outputs are sent by number.
+_MOST_DISTINCT = 0.75
 
 # Of numbers below a known maximum.
 _NARROW = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<u4"))
@@ -101,6 +106,8 @@ def coder_of(hint: Any, where: str = "", travels_as: str = "") -> Coder:
         return _SCALARS[hint]
     if hint is FeatureBatch:
         return Coder(_write_feature, _read_feature)
+    if hint is PooledOutput:
+        return Coder(_write_pooled, _read_pooled)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _dataclass_coder(hint)
     if origin in (Union, types.UnionType):
@@ -293,6 +300,57 @@ def _numbers(array: Array, where: str) -> Array:
     return array.astype(np.uint32)
 
 
+# --- pooled outputs -----------------------------------------------------------------------
+
+_VALUES = _array_coder([NDArray[np.float32]], "PooledOutput.values", "rows")
+
+
+def _write_pooled(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:
+    if type(value) is not PooledOutput:
+        raise _unfit(where, "PooledOutput", value)
+    name = _SCALARS[str].write(value.name, "PooledOutput.name", arrays)
+    found = None if value.index is None else _without_repetition(value.values, value.index)
+    rows, numbers = (value.values, None) if found is None else found
+    fields = [name, _VALUES.write(rows, "PooledOutput.values", arrays), None]
+    if numbers is not None:
+        fields[2] = len(arrays)
+        arrays.append(numbers)
+    return fields
+
+
+def _without_repetition(values: Array, index: Array) -> tuple[Array, Array] | None:
+    """Return vectors by number, and the number of each sample; None if it saves too little."""
+    num_samples = len(index)
+    num_rows = int(index.max(initial=0)) + 1
+    if num_rows > _MOST_DISTINCT * num_samples or values.shape[:1] != index.shape:
+        return None
+    any_sample = np.zeros(num_rows, np.uint32)
+    any_sample[index] = np.arange(num_samples, dtype=np.uint32)
+    rows = np.empty((num_rows, values.shape[1]), np.float32)
+    gather(values, any_sample, 1, rows)
+    return rows, _narrowest(index)
+
+
+def _read_pooled(value: Any, where: str, arrays: ArrayReader) -> PooledOutput:
+    if type(value) is not list or len(value) != 3:
+        raise unexpected(where, "the 3 fields of PooledOutput", value)
+    name = _SCALARS[str].read(value[0], "PooledOutput.name", arrays)
+    rows = _VALUES.read(value[1], "PooledOutput.values", arrays)
+    if value[2] is None:
+        return PooledOutput(name, rows)
+    where = "PooledOutput.index"
+    index = _numbers(arrays.take(value[2], where), where)
+    if len(index) and int(index.max()) >= len(rows):
+        raise unexpected(where, f"numbers below {len(rows)}", int(index.max()))
+    # As many bytes at most as the vectors themselves could have had.
+    if 4 * len(index) * rows.shape[1] > LIMITS.array_bytes:
+        most = f"vectors of {LIMITS.array_bytes} bytes"
+        raise unexpected(where, most, f"{len(index)} numbers of {rows.shape[1]} values")
+    values = np.empty((len(index), rows.shape[1]), np.float32)
+    gather(rows, index, 1, values)
+    return PooledOutput(name, values)
+
+
 # --- what holds others --------------------------------------------------------------------
 
 
@@ -350,7 +408,7 @@ def _union_coder(options: tuple[Any, ...], where: str, travels_as: str) -> Coder
 
 
 def _choice_coder(classes: Sequence[Any]) -> Coder:
-    coders = {cls.__name__: _dataclass_coder(cls) for cls in classes}
+    coders = {cls.__name__: coder_of(cls) for cls in classes}
     expected = f"one of {', '.join(coders)}"
 
     def write(value: Any, where: str, arrays: ArrayWriter) -> list[Any]:

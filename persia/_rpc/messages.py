@@ -298,10 +298,16 @@ class IDFeatures:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """One vector per sample: values f32 [B, dim]."""
+    """One vector per sample: values f32 [B, dim].
+
+    ``index`` [B] numbers samples so that those of one number have the same vector; None where
+    that is not known. Those that repeat are then sent once; who receives them has all vectors,
+    and no index.
+    """
 
     name: str
     values: Floats = field(metadata=_ROWS)
+    index: Numbers | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,22 +235,27 @@ class PackedBatch:
     # These two are set and guarded by ``ForwardBuffer``.
     ref: int = -1
     used_at: float = 0.0  # monotonic seconds
-    # Hints by table of the plan, in the order of its signs, and maxima by feature: what an
-    # update needs from the last training lookup. One value, so that a lookup that is repeated
-    # beside an update replaces both or none.
-    looked_up: tuple[tuple[Numbers, ...], Maxima] | None = None
+    # Hints by table of the plan, in the order of its signs, maxima by feature, and with a delay
+    # compensation the rows: what an update needs from the last training lookup. One value, so
+    # that a lookup that is repeated beside an update replaces all or none.
+    looked_up: tuple[tuple[Numbers, ...], Maxima, Sequence[Floats] | None] | None = None
     # One update at a time; the fields below are the update's.
     updating: threading.Lock = field(default_factory=threading.Lock)
     update_id: tuple[int, int] | None = None
     acknowledged: dict[int, UpdateReport] = field(default_factory=dict)  # by server
     report: UpdateReport | None = None  # set when all servers have acknowledged
+    # What rows had moved by when the update came first: tried again, it is the same one.
+    movement: Sequence[Floats] | None = None
 
     def num_bytes(self) -> int:
         """Return the bytes of its arrays."""
         ids = sum(part.nbytes for x in self.features for part in x.ids.parts())
         slots = sum(x.slots.nbytes for x in self.features if x.slots is not None)
         orders = sum(x.order.nbytes for x in self.tables if x.order is not None)
-        return ids + slots + orders + sum(x.signs.nbytes for x in self.tables)
+        looked_up = self.looked_up  # replaced by other threads
+        rows = None if looked_up is None else looked_up[2]
+        seen = 0 if rows is None else sum(part.nbytes for part in rows)
+        return ids + slots + orders + seen + sum(x.signs.nbytes for x in self.tables)
 
     def is_same(self, other: PackedBatch) -> bool:
         """Whether another batch has the same features, ids, places and weights of them."""

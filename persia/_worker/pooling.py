@@ -86,7 +86,9 @@ def pool_outputs(
             ids,
             out,
         )
-        outputs[place] = PooledOutput(slot.name, out)
+        # Of one id a sample every pooling gives its vector.
+        repeats = ids.offsets is None and ids.weights is None
+        outputs[place] = PooledOutput(slot.name, out, ids.inverse if repeats else None)
     calls.run(threads)
 
     def make(share: Iterable[int]) -> None:

@@ -44,6 +44,7 @@ from persia._rpc.messages import (
     FeatureOrder,
     FeatureScan,
     FeatureStats,
+    Floats,
     FoundRows,
     HyperParameters,
     IDFeatures,
@@ -62,9 +63,11 @@ from persia._rpc.messages import (
     UpdateReport,
     WriteRequest,
 )
+from persia._worker.compensation import compensated, moved
 from persia._worker.packing import (
     BatchPlanner,
     FeatureStatistics,
+    Maxima,
     PackedBatch,
     check_names,
     join_rows,
@@ -275,7 +278,9 @@ class EmbeddingWorker:
         self._counts: Counter[str] = Counter()
         self._order: FeatureOrder | None = None
         names = [f"lookup_{step}_time_cost_sec" for step in _STEPS]
-        self.timings = Timings(*names, "update_gradient_time_cost_sec")
+        self._compensation = settings.delay_compensation
+        own = ["persia_delay_compensation_seconds"] if self._compensation else []
+        self.timings = Timings(*names, "update_gradient_time_cost_sec", *own)
         self._pack_time, self._rpc_time, self._pool_time, self._lookup_time = (
             self.timings[name] for name in names
         )
@@ -375,7 +380,7 @@ class EmbeddingWorker:
         self._pool_time.add(end - fetched)
         self._lookup_time.add(end - begin)
         if is_training:
-            batch.looked_up = hints, maxima
+            batch.looked_up = hints, maxima, rows if self._compensation else None
         with self._lock:
             self._counts["lookups"] += 1
         return outputs
@@ -411,13 +416,15 @@ class EmbeddingWorker:
             raise DataError(
                 f"ref {batch.ref}: expected a training lookup before its gradients, got none"
             )
-        hints, maxima = batch.looked_up
+        hints, maxima, seen = batch.looked_up
         if batch.update_id not in (None, gradients.update_id):
             raise DataError(
                 f"ref {batch.ref}: expected update id {batch.update_id} again, which a part of "
                 f"the servers have applied, got {gradients.update_id}"
             )
         arrays = _checked_gradients(batch, gradients)
+        if seen is not None:
+            arrays = self._compensated(batch, arrays, seen, maxima)
         sums, nan_samples, nan_rows = sum_gradients(batch, arrays, maxima, self._threads)
         servers = [x for x in range(self._num_servers) if x not in batch.acknowledged]
         requests = split_update(batch, gradients, sums, hints, servers)
@@ -443,6 +450,25 @@ class EmbeddingWorker:
         self.buffer.acknowledge(batch, gradients.update_id, report)
         self._count_update(report)
         return report
+
+    def _compensated(
+        self,
+        batch: PackedBatch,
+        gradients: list[Floats | None],
+        seen: Sequence[Floats],
+        maxima: Maxima,
+    ) -> list[Floats | None]:
+        """Correct gradients for what rows have moved by since the lookup that saw ``seen``."""
+        begin = time.perf_counter()
+        if batch.movement is None:
+            # As in evaluation: it changes neither rows nor their order of use.
+            requests = split_lookup(batch, False, self._num_servers)
+            rows, _ = join_rows(batch, self._servers.lookup(requests))
+            batch.movement = moved(seen, rows)
+        strength = self._compensation
+        found = compensated(batch, gradients, batch.movement, maxima, strength, self._threads)
+        self.timings["persia_delay_compensation_seconds"].add(time.perf_counter() - begin)
+        return found
 
     def _count_update(self, report: UpdateReport) -> None:
         with self._lock:
@@ -572,13 +598,18 @@ class EmbeddingWorker:
         """Return counts since the start, and ``in_flight``, the refs now.
 
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
-        ``nan_rows.<feature>``; those that are zero are absent.
+        ``nan_rows.<feature>``; those that are zero are absent. With a delay compensation there
+        are ``compensated_updates``, and the microseconds that it took.
         """
         counts = self.statistics.count_ids()
         buffered = self.buffer.stats()
         with self._lock:
             stats = {**buffered, **self._counts}
         stats.update({f"masked_ids.{name}": n for name, (*_, n, _) in counts.items() if n})
+        if self._compensation:
+            took = self.timings["persia_delay_compensation_seconds"].read()
+            stats["compensated_updates"] = took.num
+            stats["compensation_us"] = round(took.seconds * 1e6)
         if self._servers.num_restarts:
             stats["server_restarts"] = self._servers.num_restarts
         return stats

@@ -157,6 +157,10 @@ class EmbeddingWorkerConfig(Section):
     forward_buffer_size: Annotated[int, integer(1)] = 1000
     # Seconds after which the ids of a batch that is never looked up are counted as lost.
     buffered_data_expired_sec: Annotated[int, integer(1)] = 1000
+    # How much of what rows have moved by since their lookup gradients are corrected for, to
+    # first order; 1 is all of it, 0 none. Costs a second lookup for each batch. For a mean loss
+    # over the batch, where lookups are several updates late.
+    delay_compensation: Annotated[float, Expect("a number in 0..10", ge=0, le=10)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

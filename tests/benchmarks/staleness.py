@@ -1,10 +1,13 @@
 """What ``embedding_staleness="auto"`` costs and saves, beside 10 and 1.
 
     python -m tests.benchmarks.staleness auc [--seeds 5] [--log avazu|criteo]
+    python -m tests.benchmarks.staleness compensation [--seeds 5] [--log avazu|criteo]
     python -m tests.benchmarks.staleness speed [--pairs 10] [--net dlrm|light] [--mode local]
 
 ``auc`` trains each log once per seed and bound. It prints the AUC on data that comes after,
-what 10 costs against 1, and what "auto" costs as a share of that. ``speed`` trains in turn
+what 10 costs against 1, and what "auto" costs as a share of that. ``compensation`` does so of
+strengths of ``delay_compensation`` where each lookup misses exactly 9 updates, so that its
+numbers repeat. ``speed`` trains in turn
 under each bound, in one context, and prints samples a second as ratios to 10. Both print how
 many updates a lookup missed in the mean. Speed is for an idle machine; AUC depends on it as far
 as lateness does.
@@ -40,6 +43,7 @@ from persia.metrics import AUC
 
 BOUNDS: tuple[Any, ...] = (1, "auto", 10)
 BATCH_SIZE, DIM = 256, 16
+STRENGTHS = (0.0, 0.5, 1.0, 2.0)  # of the delay compensation
 
 
 @dataclass
@@ -113,7 +117,9 @@ class DLRM(nn.Module):
         return output
 
 
-def context(log: Log, seed: int, width: int, worker: Any = None) -> TrainCtx:
+def context(
+    log: Log, seed: int, width: int, worker: Any = None, compensation: float = 0.0
+) -> TrainCtx:
     """Return a context, not entered, over new rows or those of a worker, and a new net."""
     torch.manual_seed(seed)
     model = DLRM(log.ids.shape[1], log.dense.shape[1], width)
@@ -124,17 +130,21 @@ def context(log: Log, seed: int, width: int, worker: Any = None) -> TrainCtx:
         dense_optimizer=torch.optim.Adam(model.parameters(), lr=0.001),
         embedding_config=EmbeddingConfig(seed=seed, schema={"slots_config": slots}),
         mixed_precision=False,
+        global_config={"embedding_worker_config": {"delay_compensation": compensation}},
         embedding_worker=worker,
     )
 
 
-def train(ctx: TrainCtx, log: Log, bound: Any, size: int = BATCH_SIZE) -> tuple[float, float]:
+def train(
+    ctx: TrainCtx, log: Log, bound: Any, size: int = BATCH_SIZE, *, repeats: bool = False
+) -> tuple[float, float]:
     """Train one pass; return samples a second, and the mean of updates missed."""
     metrics = ctx.metrics()
     names = ("persia_missed_updates_sum", "persia_missed_updates_count")
     before = [metrics.value(name) for name in names]
     begin = time.perf_counter()
-    for batch in DataLoader(log.batches(False, size), embedding_staleness=bound):
+    data = log.batches(False, size)
+    for batch in DataLoader(data, embedding_staleness=bound, reproducible=repeats):
         logits, labels = ctx.forward(batch)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, (labels or [])[0])
         ctx.backward(loss)
@@ -174,6 +184,25 @@ def compare_auc(name: str, num_seeds: int) -> None:
     print(f"{name}: 10 costs {cost:.5f}, auto {of_auto:.5f}, a share of {of_auto / cost:.2f}")
 
 
+def compare_strengths(name: str, num_seeds: int) -> None:
+    """Print AUC by strength, and what it costs beside 1 as a share of what 10 costs without."""
+    found: dict[tuple[int, float], list[float]] = {(1, 0.0): []}
+    found |= {(10, strength): [] for strength in STRENGTHS}
+    for seed in range(num_seeds):
+        log = log_of(name, seed)
+        for (bound, strength), values in found.items():
+            with context(log, seed, 64, compensation=strength) as ctx:
+                train(ctx, log, bound, repeats=True)
+                values.append(auc_of(ctx, log))
+    mean = {kind: statistics.fmean(values) for kind, values in found.items()}
+    cost = mean[1, 0.0] - mean[10, 0.0]
+    for (bound, strength), values in found.items():
+        each = " ".join(f"{value:.4f}" for value in values)
+        share = (mean[1, 0.0] - mean[bound, strength]) / cost
+        auc = mean[bound, strength]
+        print(f"{name} {bound}, strength {strength:g}: {auc:.5f}, share {share:.2f} ({each})")
+
+
 def compare_speed(net: str, mode: str, num_pairs: int) -> None:
     """Print samples a second under each bound, by those of 10, in turn."""
     from persia.helper import PersiaServiceCtx
@@ -198,7 +227,7 @@ def compare_speed(net: str, mode: str, num_pairs: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["auc", "speed"])
+    parser.add_argument("what", choices=["auc", "compensation", "speed"])
     parser.add_argument("--log", default="avazu", choices=["avazu", "criteo"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--net", default="dlrm", choices=["dlrm", "light"])
@@ -208,6 +237,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.what == "auc":
         compare_auc(options.log, options.seeds)
+    elif options.what == "compensation":
+        compare_strengths(options.log, options.seeds)
     else:
         compare_speed(options.net, options.mode, options.pairs)
 

@@ -17,7 +17,13 @@ from persia import errors
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.codec import ErrorOrigin, error_from_body, error_to_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Reply, decode, encode
-from persia._rpc.messages import EmbeddingWorker, Job, NNWorker, ParameterServer
+from persia._rpc.messages import (
+    EmbeddingWorker,
+    Job,
+    NNWorker,
+    ParameterServer,
+    PooledOutput,
+)
 from persia._rpc.methods import (
     HELLO,
     Hello,
@@ -56,6 +62,10 @@ class Maker:
             return None
         if hint is FeatureBatch:
             return self._feature(number)
+        if hint is PooledOutput:
+            rows = self._array(np.float32, "rows", number)
+            index = np.array([0, 1, 0, 0] if self._is_full else [], np.uint32)
+            return PooledOutput(f"text {number}", rows[index], index if self._is_full else None)
         if dataclasses.is_dataclass(hint):
             hints = get_type_hints(hint)
             fields = [field.name for field in dataclasses.fields(hint)]

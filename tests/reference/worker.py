@@ -122,13 +122,67 @@ class ReferenceJob:
             row[first : first + len(some)] = np.array(some, np.int64) + 1
         return np.concatenate([np.zeros((1, slot.dim), np.float32), vectors]), index.ravel()
 
+    def _movement(
+        self, slot: Slot, samples: Samples, weights: Any, seen: dict[int, Floats]
+    ) -> Floats:
+        """What the pooled output of each sample has moved by since rows were ``seen``.
+
+        Rows that are gone have not moved; a maximum moves as the id that it was of.
+        """
+        signs, bags = self._bags(slot, samples, weights)
+        here = {sign: self.rows.get(sign, seen.get(sign)) for sign in signs}
+        now = {sign: row for sign, row in here.items() if row is not None}
+        before = self._stack(seen, signs, slot.dim)
+        moved = self._stack(now, signs, slot.dim) - before
+        if slot.pooling != "max":
+            return pool(slot.pooling, bags, moved)[0]
+        vectors = gather(bags, moved, len(distinct(samples)))
+        maxima = pool(slot.pooling, bags, before)[1]
+        found = np.zeros((len(samples), slot.dim), np.float32)
+        for (b, j), of in np.ndenumerate(maxima):
+            if of >= 0:
+                found[b, j] = vectors[of, j]
+        return found
+
+    def compensated(
+        self,
+        batch: dict[str, Samples],
+        gradients: dict[str, Floats | None],
+        seen: dict[int, Floats],
+        strength: float,
+        weights: Weights | None = None,
+    ) -> dict[str, Floats | None]:
+        """Gradients times clamp(1 + strength B sum_f G . D, 0, 2) of their sample."""
+        pooled = {
+            name: gradient
+            for name, gradient in gradients.items()
+            if gradient is not None and self.schema.slots[name].pooling not in ("raw", "jagged")
+        }
+        if not pooled:
+            return gradients
+        num_samples = len(batch[next(iter(pooled))])
+        products = np.zeros(num_samples)
+        for name, gradient in pooled.items():
+            own = (weights or {}).get(name)
+            movement = self._movement(self.schema.slots[name], batch[name], own, seen)
+            with np.errstate(invalid="ignore"):
+                products += (gradient.astype(np.float64) * movement).sum(1)
+        factors = np.clip(1 + strength * num_samples * products, 0, 2)
+        factors[np.isnan(factors)] = 1  # of a gradient that is left out
+        scaled = factors.astype(np.float32)[:, None]
+        return gradients | {name: gradient * scaled for name, gradient in pooled.items()}
+
     def update(
         self,
         batch: dict[str, Samples],
         gradients: dict[str, Floats | None],
         weights: Weights | None = None,
+        seen: dict[int, Floats] | None = None,
     ) -> Report:
-        """One step for each sign that a finite gradient reaches."""
+        """One step for each sign that a finite gradient reaches.
+
+        ``seen`` are the rows at the lookup, which chose the maxima; those of now if it is None.
+        """
         report = Report()
         sums: dict[int, Floats] = {}
         for name, samples in batch.items():
@@ -147,7 +201,8 @@ class ReferenceJob:
                 own = [one for one, is_whole in zip(own, is_finite, strict=True) if is_whole]
             reached = [sample for sample, is_whole in given if is_whole]
             signs, bags = self._bags(slot, reached, own)
-            maxima = pool(slot.pooling, bags, self._stack(self.rows, signs, slot.dim))[1]
+            chosen_of = self._stack(self.rows if seen is None else seen, signs, slot.dim)
+            maxima = pool(slot.pooling, bags, chosen_of)[1]
             before = self._stack(sums, signs, slot.dim)
             with np.errstate(over="ignore"):
                 totals = pool_grad(

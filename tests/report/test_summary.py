@@ -196,3 +196,12 @@ def test_a_report_holds_the_same_data_in_both_forms(tmp_path: Path) -> None:
     # Each is drawn over its own axis: the process has at least a hundred times as much.
     rows, process = (one.series[0].points[-1][1] for one in memory.values())
     assert 0 < 100 * rows < process
+
+
+def test_a_delay_compensation_shows_what_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    settings = {"embedding_worker_config": {"delay_compensation": 1.0}}
+    with build(report=path, global_config=settings) as ctx:
+        train(ctx)
+    text = Reader(path.read_text("utf-8")).text
+    assert re.search(r"\d\.\d\d ms delay compensation, of an update", text)

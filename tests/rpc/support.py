@@ -187,7 +187,8 @@ def _content(value: Any) -> Any:
         return {key: _content(one) for key, one in value.items()}
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
-        return type(value), [_content(getattr(value, field.name)) for field in fields]
+        kept = [field.name for field in fields if field.compare]
+        return type(value), [_content(getattr(value, name)) for name in kept]
     if isinstance(value, (list, tuple)):
         return type(value), [_content(one) for one in value]
     return type(value), value

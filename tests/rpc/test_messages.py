@@ -82,16 +82,18 @@ def noted(server: Any) -> list[tuple[str, Any, int, int]]:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_the_other_hops(dtype: Any) -> None:
-    """Rows and outputs are f32; gradients as the trainer sends them."""
+    """Rows and outputs are f32, and sent once; gradients as the trainer sends them."""
     servers = make_servers(2, SCHEMA)
     seen = [noted(server) for server in servers]
     worker = make_worker(servers, SCHEMA)
     role = embedding_worker()
     rng = np.random.default_rng(5)
-    single = (FeatureBatch.from_single(f"slot{n}", ids_of(rng, B)) for n in range(F))
-    ref = worker.register(IDFeatures(tuple(single), 7, True))
+    single = tuple(FeatureBatch.from_single(f"slot{n}", ids_of(rng, B)) for n in range(F))
+    ref = worker.register(IDFeatures(single, 7, True))
     result = worker.lookup(ref, True)
-    check(answered(role, "lookup", result), DIM * 4 * B * F)
+    num_rows = sum(feature.num_distinct for feature in single)
+    assert num_rows < 0.75 * B * F  # so each is sent once, and the number of each sample's
+    check(answered(role, "lookup", result), DIM * 4 * num_rows + 2 * B * F)
     assert called(role, "lookup", ref, True) <= 4096
     gradients = tuple(
         SlotGradient(output.name, np.ones((B, DIM), dtype)) for output in result.outputs
