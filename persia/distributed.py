@@ -212,7 +212,7 @@ class DDPOption(DistributedBaseOption):
             restart = env.restart_count()
             if method == "env://" and restart:
                 # Torchrun serves the same store again, and what the ranks before have left
-                # there leads to ports at which nobody listens any more.
+                # there leads to ports that are closed.
                 store = _store_of_start(restart, world_size)
                 dist.init_process_group(
                     self.backend, store=store, rank=rank_id, world_size=world_size

@@ -182,8 +182,8 @@ class KubernetesApi:
                 found = json.loads(content)
             if answer.ok:
                 return found
-            why = found.get("message") or answer.reason
-            raise ApiError(f"{method} {path}: {answer.status}: {why}", answer.status)
+            text = found.get("message") or answer.reason
+            raise ApiError(f"{method} {path}: {answer.status}: {text}", answer.status)
         return {}  # not reached: the last answer is returned or raised
 
     async def _log_in_again(self, refused: _Login) -> None:

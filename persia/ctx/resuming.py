@@ -108,7 +108,7 @@ class ResumingCtx(PublishingCtx):
     grad_scaler: torch.amp.GradScaler | None
     world_size: int
     rank_id: int
-    update_times: int
+    update_times = 0
     _state: TrainerState
     _rates: list[Rate]  # of a checkpoint, until the next entering
     _is_uneven = False  # ranks without a batch leave the others alone

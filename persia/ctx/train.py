@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import Rate
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import InFlightBatch, InFlightTracker
     from persia._training.queues import BoundedQueue
@@ -149,19 +148,16 @@ class TrainCtx(ResumingCtx):
         self.backward_buffer_size = backward_buffer_size
         self.backward_workers_size = backward_workers_size
         self.distributed_option = distributed_option
-        self.world_size = env.get_world_size() or 1
-        self.rank_id = env.get_rank() or 0
+        self.world_size, self.rank_id = env.get_world_size() or 1, env.get_rank() or 0
         has_device = self.device_id is not None
         self.mixed_precision = has_device if mixed_precision is None else mixed_precision
         self.grad_scaler = new_scaler(self.device_id) if self.mixed_precision else None
-        self.update_times = 0
         if self.world_size > 1:
             self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         self._dense = DenseStep(grad_scalar_update_factor, reduction)
-        self._checks = BackwardChecks()
-        self._rates: list[Rate] = []  # of a checkpoint, until the next entering
+        self._checks, self._rates = BackwardChecks(), []
         self._state = TrainerState(self.rank_id, self.world_size)
         self._report, self._tensorboard = report, tensorboard
         summary.check_outputs(report, tensorboard, self.rank_id)
@@ -380,9 +376,8 @@ class TrainCtx(ResumingCtx):
     ) -> torch.Tensor:
         """Run the loss backward, step the dense optimizer, and send embedding gradients.
 
-        It calls ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``.
-        Without a GradScaler, the embedding-worker leaves non-finite rows out one by one and
-        counts them. With one, a non-finite gradient skips the batch, dense and sparse alike.
+        Calls ``loss.backward()``, ``optimizer.step()`` and ``zero_grad()``. Rows of non-finite
+        gradients are left out and counted; with a GradScaler they skip the batch, all of it.
 
         Args:
             loss: A scalar that depends on the current batch, and on those kept. It is

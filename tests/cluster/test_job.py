@@ -55,7 +55,7 @@ def test_a_trainer_that_is_another_process_is_noticed(place: Place) -> None:
         with closing(TrainerWatch(place.transport, {rank.address: before}, events)) as watch:
             if before == incarnation:
                 assert watch._ask(rank.address) == incarnation
-                assert watch._ask(place.ipc("nobody")) is None
+                assert watch._ask(place.ipc("none")) is None
                 assert events.empty()
             else:
                 assert events.get(timeout=PATIENCE_S) == Event("restarted")
