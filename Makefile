@@ -93,6 +93,10 @@ test-slow: build  ## what `make test` leaves out; cuda where there is a device
 soak-recovery: build  ## kill a server KILLS=200 times under load and count every update
 	$(BIN)/python -m tests.recovery.soak $(or $(KILLS),200) $(or $(SEED),1)
 
+.PHONY: proof-resume
+proof-resume: build  ## kill trainers KILLS=20 times at any moment, embedded and with servers: bit-equal
+	$(BIN)/python -m tests.faults.resumed $(or $(KILLS),20) $(or $(SEED),1)
+
 .PHONY: soak-load chaos-compose
 soak-load: build  ## 50 data-loaders and 8 ranks at one worker for MINUTES=10: exact books
 	$(BIN)/python -m tests.load.soak $(or $(MINUTES),10)

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from persia import env
 RUN = "persia._cli.run"
 
 _PARTICIPATED = "participated"
+_SERVED = "served"  # by a data-loader: JSON, the nn-workers' addresses and incarnations
+
+# Status of a data-loader's script that is to run again from the start.
+RUN_AGAIN = 75
 
 # Seconds between two checks of the launcher, and to unwind once it is gone.
 _POLL_S = 0.5
@@ -59,6 +64,24 @@ def mark_participated() -> None:
 def has_participated(directory: Path) -> bool:
     """Return whether a process has noted in a directory that it configures servers."""
     return (directory / _PARTICIPATED).exists()
+
+
+def note_served(peers: Mapping[str, int | None]) -> None:
+    """Note, if this process was launched, which nn-workers have got all of its data."""
+    directory = env.run_directory()
+    if directory is not None:
+        part = directory / f"{_SERVED}.part"
+        part.write_text(json.dumps(dict(peers)), encoding="utf-8")
+        part.rename(directory / _SERVED)
+
+
+def served(directory: Path) -> dict[str, int | None]:
+    """Return what ``note_served`` noted last in a directory."""
+    try:
+        found: dict[str, int | None] = json.loads((directory / _SERVED).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
 
 
 def first_failure(directory: Path) -> End | None:

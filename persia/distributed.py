@@ -209,6 +209,15 @@ class DDPOption(DistributedBaseOption):
         method = self._meeting_place(world_size, rank_id, master_addr)
         _logger.info("rank %d of %d joins at %s", rank_id, world_size, method)
         try:
+            restart = env.restart_count()
+            if method == "env://" and restart:
+                # Torchrun serves the same store again, and what the ranks before have left
+                # there leads to ports that are closed.
+                store = _store_of_start(restart, world_size)
+                dist.init_process_group(
+                    self.backend, store=store, rank=rank_id, world_size=world_size
+                )
+                return
             dist.init_process_group(
                 self.backend, init_method=method, rank=rank_id, world_size=world_size
             )
@@ -368,3 +377,12 @@ class BaguaDistributedOption(DistributedBaseOption):
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
     """Return DDP with nccl if a CUDA device is given, else with gloo."""
     return DDPOption(backend="gloo" if device_id is None else "nccl")
+
+
+def _store_of_start(restart: int, world_size: int) -> Any:
+    """Return the part of torchrun's store for ranks that it has started again so often."""
+    # Their stubs are of torch._C alone.
+    stores: Any = dist
+    host, port = env.master_address(), env.master_port()
+    store = stores.TCPStore(str(host), int(port or 0), world_size, is_master=False)
+    return stores.PrefixStore(f"start-{restart}", store)

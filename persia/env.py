@@ -218,6 +218,12 @@ node_rank = Variable(
 num_ranks_per_node = Variable(
     "PET_NPROC_PER_NODE", _COUNT, "Number of ranks on each node.", "1"
 )
+max_restarts = Variable(
+    "PET_MAX_RESTARTS", _COUNT, "Times that ranks which fail are started again.", "0"
+)
+# Set by torchrun: how often it has started the ranks again, and that it serves their store.
+_restart_count = Variable("TORCHELASTIC_RESTART_COUNT", _COUNT, default="0")
+_has_agent_store = Variable("TORCHELASTIC_USE_AGENT_STORE", _FLAG, default="0")
 master_address = Variable(
     "MASTER_ADDR",
     _HOST,
@@ -299,6 +305,18 @@ state_directory = Variable(
 checkpoint_roots = Variable(
     "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "Folders and URLs below which checkpoints may lie."
 )
+# A trainer that is stopped, and started again.
+resume_from = Variable(
+    "PERSIA_RESUME_FROM",
+    _OPTIONAL_TEXT,
+    "Folder or URL of a run's checkpoints: a trainer goes on from the newest of them.",
+)
+grace_period_s = Variable(
+    "PERSIA_GRACE_PERIOD",
+    _SECONDS,
+    "Seconds that a trainer with a folder of checkpoints gets to end after SIGTERM.",
+    "25",
+)
 
 # What is observed.
 metrics_port = Variable(
@@ -364,6 +382,11 @@ _OF_SERVICES = (
 def named_nats_variable() -> str | None:
     """Return the variable that names a NATS broker, if one does; its value is ignored."""
     return next((one.name for one in (_nats_url, _nats_ip) if one.is_set()), None)
+
+
+def restart_count() -> int:
+    """Return how often torchrun, where it serves the store of ranks, has started them again."""
+    return _restart_count() if _has_agent_store() else 0
 
 
 def run_name() -> str:

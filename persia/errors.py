@@ -94,6 +94,10 @@ class UnknownStream(ServiceError, LookupError):
     """The nn-worker has no such stream: it was restarted, or another loader took over."""
 
 
+class StreamRewound(ServiceError):
+    """An nn-worker goes on from batches before those that the data-loader still has."""
+
+
 class JobFinished(ServiceError):
     """The job has ended, and with it the need for what was asked.
 

@@ -173,9 +173,19 @@ def _server_options(default_port: int) -> Callable[[Command], Command]:
     default=env.num_nodes,
     help="Number of nodes; PET_NNODES, SLURM_STEP_NUM_NODES, or 1.",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=env.max_restarts,
+    help="Times that ranks which fail are started again; PET_MAX_RESTARTS, or 0.",
+)
 @click.argument("filepath", nargs=-1, type=click.UNPROCESSED)
 def nn_worker(
-    nproc_per_node: int, node_rank: int, nnodes: int, filepath: tuple[str, ...]
+    nproc_per_node: int,
+    node_rank: int,
+    nnodes: int,
+    max_restarts: int,
+    filepath: tuple[str, ...],
 ) -> None:
     """Run a training script by torchrun, and end the job with its status.
 
@@ -185,7 +195,11 @@ def nn_worker(
     def run() -> int:
         script = _script(filepath, env.nn_worker_entry, "nn-worker train.py")
         return run_nn_worker(
-            script, nproc_per_node=nproc_per_node, node_rank=node_rank, nnodes=nnodes
+            script,
+            nproc_per_node=nproc_per_node,
+            node_rank=node_rank,
+            nnodes=nnodes,
+            max_restarts=max_restarts,
         )
 
     _run(f"nn-worker node {node_rank}", run)

@@ -40,13 +40,14 @@ def invoke(*words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("words", "want"),
     [
-        (["a.py"], ((), 1, 0, 1)),
-        (["a.py", "-depth", "3", "x"], (("-depth", "3", "x"), 1, 0, 1)),
-        (["--nproc-per-node", "2", "a.py", "-h"], (("-h",), 2, 0, 1)),
-        (["a.py", "--lr=3", "--nproc-per-node=2"], (("--lr=3",), 2, 0, 1)),
-        (["a.py", "--nnodes", "3", "--node-rank", "2"], ((), 1, 2, 3)),
-        (["a.py", "--", "--nnodes", "3"], (("--nnodes", "3"), 1, 0, 1)),
-        (["a.py", "--", "--nproc-per-nod"], (("--nproc-per-nod",), 1, 0, 1)),
+        (["a.py"], ((), 1, 0, 1, 0)),
+        (["a.py", "-depth", "3", "x"], (("-depth", "3", "x"), 1, 0, 1, 0)),
+        (["--nproc-per-node", "2", "a.py", "-h"], (("-h",), 2, 0, 1, 0)),
+        (["a.py", "--lr=3", "--nproc-per-node=2"], (("--lr=3",), 2, 0, 1, 0)),
+        (["a.py", "--nnodes", "3", "--node-rank", "2"], ((), 1, 2, 3, 0)),
+        (["a.py", "--max-restarts", "4"], ((), 1, 0, 1, 4)),
+        (["a.py", "--", "--nnodes", "3"], (("--nnodes", "3"), 1, 0, 1, 0)),
+        (["a.py", "--", "--nproc-per-nod"], (("--nproc-per-nod",), 1, 0, 1, 0)),
     ],
 )
 def test_what_is_no_option_goes_to_the_script(
@@ -64,12 +65,17 @@ def test_nodes_and_ranks_of_torchrun_s_variables_are_defaults(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.py").touch()
-    for name, value in (("NNODES", 3), ("NODE_RANK", 2), ("NPROC_PER_NODE", 4)):
+    for name, value in (
+        ("NNODES", 3),
+        ("NODE_RANK", 2),
+        ("NPROC_PER_NODE", 4),
+        ("MAX_RESTARTS", 5),
+    ):
         monkeypatch.setenv(f"PET_{name}", str(value))
     assert invoke("nn-worker", "a.py") == (5, "")
     assert invoke("nn-worker", "a.py", "--nnodes", "1", "--node-rank", "0") == (5, "")
     script = scripts.Script(Path("a.py"))
-    assert ran == [(script, 4, 2, 3), (script, 4, 0, 1)]
+    assert ran == [(script, 4, 2, 3, 5), (script, 4, 0, 1, 5)]
     monkeypatch.setenv("PET_NPROC_PER_NODE", "auto")
     status, text = invoke("nn-worker", "a.py")
     assert status == 1
@@ -86,7 +92,7 @@ def test_scripts_named_in_the_environment(
     assert invoke("nn-worker", "--lr", "3") == (5, "")
     assert invoke("data-loader", "--replica-size", "2", "--replica-index", "1") == (5, "")
     assert ran == [
-        (scripts.Script(script, ("--lr", "3")), 1, 0, 1),
+        (scripts.Script(script, ("--lr", "3")), 1, 0, 1, 0),
         (scripts.Script(script), 1, 2),
     ]
 

@@ -6,7 +6,14 @@ import os
 from pathlib import Path
 
 from persia import env
-from persia._process_exit import End, first_failure, mark_participated, note_end
+from persia._process_exit import (
+    End,
+    first_failure,
+    mark_participated,
+    note_end,
+    note_served,
+    served,
+)
 from tests.support.fixtures import Monkey
 
 
@@ -22,9 +29,19 @@ def test_the_first_failure_is_the_one_noted_first(tmp_path: Path, monkeypatch: M
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"] * 3
 
 
+def test_which_nn_workers_have_all_data_is_noted(tmp_path: Path) -> None:
+    assert served(tmp_path) == {}
+    with env.changed(PERSIA_RUN_DIRECTORY=tmp_path):
+        note_served({"tcp://a:1": 5})
+        note_served({"tcp://a:1": 6, "tcp://b:1": None})
+    assert served(tmp_path) == {"tcp://a:1": 6, "tcp://b:1": None}
+    assert first_failure(tmp_path) is None
+
+
 def test_without_a_launcher_nothing_is_noted(tmp_path: Path, monkeypatch: Monkey) -> None:
     monkeypatch.chdir(tmp_path)
     with env.changed(PERSIA_RUN_DIRECTORY=None):
         note_end(1, "failed")
         mark_participated()
+        note_served({"tcp://a:1": 5})
     assert not [*tmp_path.iterdir()]

@@ -5,6 +5,7 @@
     honcho start                                      # four roles, each a process of its own
     python examples/adult_income/train.py --checkpoint DIR            # stop it when you like,
     python examples/adult_income/train.py --checkpoint DIR --resume   # and go on
+    PERSIA_RESUME_FROM=DIR python examples/adult_income/train.py      # the same by itself
 
 The training batches come from data_loader.py; in embedded mode this script starts it.
 
@@ -114,6 +115,7 @@ def build_ctx(options: Options) -> TrainCtx:
         global_config=servers,
         report=options.report,
         tensorboard=options.tensorboard,
+        checkpoint_every=CHECKPOINT_INTERVAL if env.resume_from() else None,
     )
 
 

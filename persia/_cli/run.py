@@ -28,13 +28,15 @@ from types import FrameType, TracebackType
 
 from persia import env
 from persia._process_exit import (
+    RUN_AGAIN,
     End,
     end_with_launcher,
     first_failure,
     has_participated,
     note_end,
+    served,
 )
-from persia.errors import JobFinished
+from persia.errors import JobFinished, StreamRewound
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,11 @@ class Child:
         return first_failure(Path(self._notes.name)) or End(status)
 
     @property
+    def served(self) -> dict[str, int | None]:
+        """Which nn-workers have got all data of this data-loader, by address."""
+        return served(Path(self._notes.name))
+
+    @property
     def has_participated(self) -> bool:
         return has_participated(Path(self._notes.name))
 
@@ -126,6 +133,10 @@ def main() -> None:
         # The launcher knows the status of the job, and the process that failed has logged why.
         note_end(1, "")
         sys.exit(1)
+    except StreamRewound as error:
+        logger.warning("%s", error)
+        note_end(RUN_AGAIN, f"{error}\n")
+        sys.exit(RUN_AGAIN)
     except BaseException as error:
         sys.last_value = error  # where Python puts what it prints itself; compat.backend looks
         own = _without_this_module(error.__traceback__)

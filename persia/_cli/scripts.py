@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from persia import env
-from persia._cli.run import Child
+from persia._cli.run import UNWIND_S, Child
 from persia._cluster.job import (
     GRACE_S,
     LAST_ASK_S,
@@ -30,13 +30,14 @@ from persia._cluster.job import (
     Event,
     Events,
     JobMonitor,
+    TrainerWatch,
     announce_job_end,
     status_after_job,
     watched_process,
 )
 from persia._metrics.definitions import LOADER
 from persia._metrics.endpoint import Endpoint
-from persia._process_exit import RUN, End
+from persia._process_exit import RUN, RUN_AGAIN, End
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import ConfigError, PersiaError, did_you_mean
 
@@ -78,9 +79,12 @@ def _watch(child: Child, events: Events) -> None:
 # --- nn-worker ------------------------------------------------------------------------------
 
 
-def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
+def torchrun(
+    nproc_per_node: int, node_rank: int, nnodes: int, max_restarts: int = 0
+) -> list[str]:
     """Return the arguments of Python that start the ranks of this node."""
     command = ["-m", RUN, "torchrun", f"--nproc-per-node={nproc_per_node}"]
+    command.append(f"--max-restarts={max_restarts}")  # also 0, or it reads its variable
     if nnodes == 1:
         return [*command, "--standalone"]
     if not 0 <= node_rank < nnodes:
@@ -96,13 +100,23 @@ def torchrun(nproc_per_node: int, node_rank: int, nnodes: int) -> list[str]:
 
 
 def run_nn_worker(
-    script: Script, *, nproc_per_node: int = 1, node_rank: int = 0, nnodes: int = 1
+    script: Script,
+    *,
+    nproc_per_node: int = 1,
+    node_rank: int = 0,
+    nnodes: int = 1,
+    max_restarts: int = 0,
 ) -> int:
     """Run the training script of one node; returns its exit status.
 
-    Node 0 announces the status to every server. A traceback is printed last.
+    Ranks that fail are started again ``max_restarts`` times. Node 0 announces the status to
+    every server; only that of a success where a supervisor starts this node again, and it goes
+    on from a checkpoint. A traceback is printed last.
     """
-    command = torchrun(nproc_per_node, node_rank, nnodes)
+    command = torchrun(nproc_per_node, node_rank, nnodes, max_restarts)
+    # A trainer that goes on from a checkpoint writes one when it is stopped.
+    resumes = env.resume_from() is not None
+    unwind_s = env.grace_period_s() if resumes else UNWIND_S
     where = f"{nproc_per_node} rank(s) on node {node_rank} of {nnodes}"
     logger.info("runs %s with %s", script.path, where)
     received = 0
@@ -114,16 +128,17 @@ def run_nn_worker(
         if event.kind == "signal":
             received = event.number
             logger.info("stops after %s", signal.Signals(received).name)
-            child.stop(received)
+            child.stop(received, unwind_s)
         end = child.end()
         if received:
             end = End(128 + received)
         logger.info("%s ended with status %d", script.path, end.status)
-        if node_rank == 0:
+        is_back = end.status != 0 and resumes and env.is_supervised()
+        if node_rank == 0 and not is_back:
             patience_s = _ANNOUNCE_SUPERVISED_S if env.is_supervised() else _ANNOUNCE_S
             patience_s = _ANNOUNCE_ON_SIGNAL_S if received else patience_s
             _announce_end(end.status, patience_s, child.has_participated)
-        if end.status and not received:
+        if end.status and not received and not is_back:
             # Until data-loaders know the end of the job and log nothing more.
             with suppress(queue.Empty):
                 while events.get(timeout=_POLLED_S).kind != "signal":
@@ -160,19 +175,28 @@ def run_data_loader(script: Script, *, replica_index: int = 0, replica_size: int
         events = stack.enter_context(watched_process())
         transport = stack.enter_context(closing(ZmqTransport()))
         changes = {"REPLICA_INDEX": replica_index, "REPLICA_SIZE": replica_size, "RANK": None}
-        child = stack.enter_context(closing(Child(script.words(), **changes)))
-        _watch(child, events)
 
         def on_end(end: int | PersiaError) -> None:
             events.put(Event("job", end) if isinstance(end, int) else Event("job", error=end))
 
-        def serve_metrics() -> None:
-            # At the port of the script's own endpoint, which ended with it.
-            stack.callback(Endpoint(LOADER, replica_index, list, str, str).close)
-
         watcher = f"data-loader {replica_index} {socket.gethostname()}:{os.getpid()}"
         stack.enter_context(closing(JobMonitor(transport, watcher, on_end, replica_index)))
-        end = _until_job_ends(script, child, events, serve_metrics)
+        while True:
+            with ExitStack() as of_run:
+                child = of_run.enter_context(closing(Child(script.words(), **changes)))
+                _watch(child, events)
+
+                def wait_after_script(child: Child = child, of_run: ExitStack = of_run) -> None:
+                    # At the port of the script's own endpoint, which ended with it.
+                    of_run.callback(Endpoint(LOADER, replica_index, list, str, str).close)
+                    if env.resume_from() is not None:
+                        watch = TrainerWatch(transport, child.served, events)
+                        of_run.enter_context(closing(watch))
+
+                end = _until_job_ends(script, child, events, wait_after_script)
+            if end.status != RUN_AGAIN:
+                break
+            logger.info("runs %s again, for a trainer that was started again", script.path)
     print(end.text, end="", file=sys.stderr, flush=True)
     return end.status
 
@@ -225,6 +249,8 @@ def _until_job_ends(
             return End(128 + event.number if status is None else status_after_job(status))
         if event.kind == "ended":
             end = child.end()
+            if end.status == RUN_AGAIN and status is None:
+                return end
             if end.status and env.is_supervised():
                 status = _late_status(events) if status is None else status
                 if status is not None:
@@ -236,6 +262,8 @@ def _until_job_ends(
             on_script_ended()
             if status is None:
                 logger.info("%s has ended, waits for the job to end", script.path)
+        elif event.kind == "restarted":
+            return End(RUN_AGAIN)
         elif event.error is not None:
             lost = event.error
         else:

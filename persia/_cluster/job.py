@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 from persia import env
 from persia._cluster.connect import current_addresses
 from persia._rpc.client import Client
-from persia._rpc.methods import Hello, Role, embedding_worker, parameter_server
+from persia._rpc.methods import (
+    Hello,
+    Role,
+    embedding_worker,
+    nn_worker,
+    parameter_server,
+)
 from persia.errors import (
     ConfigError,
     InternalError,
@@ -194,12 +200,59 @@ class JobMonitor:
         return None, answered_at
 
 
+class TrainerWatch:
+    """Asks, in a thread, whether an nn-worker is another process than a data-loader has served.
+
+    Args:
+        transport: How to get to them.
+        served: The incarnation of each, by address.
+        events: Get one of the kind ``restarted``, once.
+    """
+
+    def __init__(
+        self, transport: ZmqTransport, served: Mapping[str, int | None], events: Events
+    ) -> None:
+        self._transport, self._served, self._events = transport, served, events
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="persia-trainer-watch", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed.is_set():
+            for address, incarnation in self._served.items():
+                found = self._ask(address)
+                if found not in (None, incarnation):
+                    logger.info("the nn-worker at %s was started again", address)
+                    self._events.put(Event("restarted"))
+                    return
+            self._is_closed.wait(4 * POLL_S)
+
+    def _ask(self, address: str) -> int | None:
+        """Return which process answers at an address; None if none does."""
+        with closing(Client(self._transport, address, nn_worker())) as client:
+            try:
+                return client.hello(_ATTEMPT_S).incarnation
+            except (ServiceError, ConfigError) as error:
+                logger.debug("%s", error)
+                return None
+
+
 # --- the events of a process ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A reason to end: ``kind`` is ``signal``, ``job``, ``ended`` (a child) or ``failure``."""
+    """A reason to end; ``restarted`` is one to begin again.
+
+    ``kind`` is ``signal``, ``job``, ``ended`` (a child), ``failure``, or ``restarted`` (a
+    trainer whose data was sent).
+    """
 
     kind: str
     number: int = 0  # of the signal, or the job's exit status

@@ -119,6 +119,7 @@ def run_parameter_server(options: Options) -> int:
         roots=_roots(settings, address),
     )
     process.stack.callback(service.close)
+    service.recover()
     with process:
         process.listen(schema, config, lambda: service.readiness() or "", service)
         process.sources.append(of_server(service))

@@ -107,7 +107,7 @@ def reached_by(chains: Iterable[Chain]) -> Reached:
     found: dict[str, int] = {}
     for chain in chains:
         last = chain.manifests[-1]
-        if chain.server is None:
+        if HISTORY not in last.extras:
             position = LogPosition.of(last)
             found = joined(found, position.reached)
             own = {name: position.packets[n] for n, name in position.histories.items()}

@@ -106,34 +106,62 @@ def log_in() -> kopf.ConnectionInfo:
     raise ConfigError("expected a service account, or KUBECONFIG or ~/.kube/config, found none")
 
 
-class KubernetesApi:
-    """The API of a cluster over HTTP.
+class _Login:
+    """A session with some credentials, which is closed when its last call has ended."""
 
-    Tokens of service accounts are replaced every hour: one that is refused is read again.
-    """
-
-    def __init__(self) -> None:
-        self._info = log_in()
-        self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> KubernetesApi:
-        self._session = self._open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    def _open(self) -> aiohttp.ClientSession:
-        info = self._info
+    def __init__(self, info: kopf.ConnectionInfo) -> None:
+        self._server = info.server.rstrip("/")
+        self._num_calls = 0
+        self._is_over = False
         context: ssl.SSLContext | bool = True
         if info.server.startswith("https:"):
             context = info.as_ssl_context()
-        return aiohttp.ClientSession(
+        self._session = aiohttp.ClientSession(
             headers=info.as_http_headers(),
             connector=aiohttp.TCPConnector(ssl=context),
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
         )
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self, method: str, path: str, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        self._num_calls += 1
+        try:
+            async with self._session.request(method, self._server + path, **options) as answer:
+                yield answer
+        finally:
+            self._num_calls -= 1
+            await self._close_if_over()
+
+    async def end(self) -> None:
+        """Close the session, now or when its last call has ended."""
+        self._is_over = True
+        await self._close_if_over()
+
+    async def _close_if_over(self) -> None:
+        if self._is_over and not self._num_calls:
+            await self._session.close()
+
+
+class KubernetesApi:
+    """The API of a cluster over HTTP.
+
+    Tokens of service accounts are replaced every hour: one that is refused is read again.
+    Calls that are under way with the old one end by it.
+    """
+
+    def __init__(self) -> None:
+        self._login: _Login | None = None
+
+    async def __aenter__(self) -> KubernetesApi:
+        self._login = _Login(log_in())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        login, self._login = self._login, None
+        if login is not None:
+            await login.end()
 
     async def _call(
         self,
@@ -143,39 +171,32 @@ class KubernetesApi:
         query: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         for is_last in (False, True):
-            async with self._answer(method, path, body, query or {}) as answer:
-                content = await answer.read()
-                if answer.status == _UNAUTHORIZED and not is_last:
-                    await self._log_in_again()
-                    continue
-                found: dict[str, Any] = {}
-                with contextlib.suppress(ValueError):
-                    found = json.loads(content)
-                if answer.ok:
-                    return found
-                why = found.get("message") or answer.reason
-                raise ApiError(f"{method} {path}: {answer.status}: {why}", answer.status)
+            login = self._login
+            if login is None:
+                raise ApiError(f"{method} {path}: the connection is closed", 0)
+            try:
+                async with login.request(method, path, json=body, params=query or {}) as answer:
+                    content = await answer.read()
+            except (aiohttp.ClientError, TimeoutError) as exc:
+                why = str(exc) or type(exc).__name__
+                raise ApiError(f"{method} {path}: {why}", 0) from exc
+            if answer.status == _UNAUTHORIZED and not is_last:
+                await self._log_in_again(login)
+                continue
+            found: dict[str, Any] = {}
+            with contextlib.suppress(ValueError):
+                found = json.loads(content)
+            if answer.ok:
+                return found
+            text = found.get("message") or answer.reason
+            raise ApiError(f"{method} {path}: {answer.status}: {text}", answer.status)
         return {}  # not reached: the last answer is returned or raised
 
-    @contextlib.asynccontextmanager
-    async def _answer(
-        self, method: str, path: str, body: Object | None, query: Mapping[str, str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is None:
-            raise ApiError(f"{method} {path}: the connection is closed", 0)
-        url = self._info.server.rstrip("/") + path
-        try:
-            async with self._session.request(method, url, json=body, params=query) as answer:
-                yield answer
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            why = str(exc) or type(exc).__name__
-            raise ApiError(f"{method} {path}: {why}", 0) from exc
-
-    async def _log_in_again(self) -> None:
-        self._info = log_in()
-        old, self._session = self._session, self._open()
-        if old is not None:
-            await old.close()
+    async def _log_in_again(self, refused: _Login) -> None:
+        if self._login is not refused:
+            return  # another call, refused as well, has
+        self._login = _Login(log_in())
+        await refused.end()
 
     async def version(self) -> tuple[int, int]:
         """Return the cluster's version."""

@@ -228,7 +228,8 @@ class Operator:
         self._queue: asyncio.Queue[Key] = asyncio.Queue()
         self._queued: set[Key] = set()
         self._changing: set[Key] = set()  # whose pods have changed a moment ago
-        self._busy: set[Key] = set()
+        self._busy: set[Key] = set()  # with workers
+        self._again: set[Key] = set()  # of those, what has changed meanwhile
 
     # --- the cache ---------------------------------------------------------------------
 
@@ -341,9 +342,8 @@ class Operator:
         while True:
             key = await self._queue.get()
             self._queued.discard(key)
-            if key in self._busy:  # another worker has it: once more when that is done
-                await asyncio.sleep(0.05)
-                self.queue(key)
+            if key in self._busy:  # another worker has it, and queues it when that is done
+                self._again.add(key)
                 continue
             self._busy.add(key)
             try:
@@ -356,6 +356,9 @@ class Operator:
                 logger.exception("job %s/%s: cannot be reconciled", *key)
             finally:
                 self._busy.discard(key)
+                if key in self._again:
+                    self._again.discard(key)
+                    self.queue(key)
 
     async def sweep(self) -> None:
         """Queue every job now and then, and list everything at times, for ever."""

@@ -27,6 +27,7 @@ MASTER_PORT = 29500
 KEYS_FOLDER = "/etc/persia/keys"
 
 _MAX_NAME = 63  # of a host, and of a label's value
+_SPARE_S = 5  # of a grace period
 
 # Keys of the spec that may change while the job runs; all others take effect at its next start.
 _MUTABLE = ("suspend", "ttlSecondsAfterFinished", "maxRestarts")
@@ -129,6 +130,12 @@ class RolePlan:
     def replicas(self) -> int:
         return self.spec.replicas
 
+    @property
+    def is_restarted(self) -> bool:
+        """Whether a pod that fails is started again, as a trainer with checkpoints is."""
+        names = {one["name"] for one in (*self.env, *self.spec.env)}
+        return self.kind.is_restarted or env.resume_from.name in names
+
     def host_of(self, number: int | str) -> str:
         return self.host.format(n=number)
 
@@ -205,7 +212,11 @@ def plan_job(
     keys_secret = job.spec.keysSecret or keys_secret
     roles = tuple(_roles(job, found, images or {}))
     _check_names(job, found, roles)
-    shared = _variables(job, roles, keys_secret)
+    # Another job of this name, or another start of it, is another run.
+    run_id = job.name
+    if owner is not None:
+        run_id += f"-{owner.uid[:8]}-{owner.attempt}"
+    shared = _variables(job, roles, keys_secret, run_id)
     return Plan(
         job=job,
         engine=found,
@@ -247,14 +258,14 @@ def _check_names(job: PersiaJob, engine: Engine, roles: Iterable[RolePlan]) -> N
 
 
 def _variables(
-    job: PersiaJob, roles: Iterable[RolePlan], keys_secret: str | None
+    job: PersiaJob, roles: Iterable[RolePlan], keys_secret: str | None, run_id: str
 ) -> dict[str, str]:
     """Return the variables that all containers of a job have."""
     found = {
         env.global_config_path.name: job.spec.persiaEnv.PERSIA_GLOBAL_CONFIG,
         env.embedding_config_path.name: job.spec.persiaEnv.PERSIA_EMBEDDING_CONFIG,
         env.log_level.name: job.spec.logLevel,
-        env.run_id.name: job.name,
+        env.run_id.name: run_id,
         env.listen_host.name: "0.0.0.0",
         env.metrics_host.name: "0.0.0.0",
         env.metrics_port.name: str(METRICS_PORT),
@@ -279,6 +290,9 @@ def _environment(
     paths = job.spec.persiaEnv
     if role.kind is TRAINER and paths.PERSIA_NN_WORKER_ENTRY:
         own[env.nn_worker_entry.name] = paths.PERSIA_NN_WORKER_ENTRY
+    if role.kind is TRAINER and role.spec.terminationGracePeriodSeconds > _SPARE_S:
+        # Less than Kubernetes waits: the launcher ends after its script.
+        own[env.grace_period_s.name] = str(role.spec.terminationGracePeriodSeconds - _SPARE_S)
     if role.kind is LOADER and paths.PERSIA_DATALOADER_ENTRY:
         own[env.data_loader_entry.name] = paths.PERSIA_DATALOADER_ENTRY
     return (*({"name": name, "value": value} for name, value in own.items()), *job.spec.env)

@@ -61,7 +61,7 @@ def role_labels(plan: Plan, role: RolePlan) -> dict[str, str]:
 def pod_template(plan: Plan, role: RolePlan, number: int | None = None) -> dict[str, Any]:
     """Return the template of a pod; without a number its engine numbers it."""
     spec = plan.job.spec
-    is_restarted = role.kind.is_restarted and spec.restartPolicy != "Never"
+    is_restarted = role.is_restarted and spec.restartPolicy != "Never"
     pod: dict[str, Any] = {
         "restartPolicy": "OnFailure" if is_restarted else "Never",
         # PERSIA asks nothing of the cluster, and finds its peers by their names.

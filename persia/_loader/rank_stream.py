@@ -11,6 +11,7 @@ States of a stream:
     OPEN    a call raises UnknownStream          -> LOST      the rank was restarted
     ENDED   a call raises UnknownStream          -> LOST
     LOST    open_stream                          -> OPEN      unacknowledged batches: backlog
+    LOST    the rank needs batches before those  -> StreamRewound, raised where data is sent
     OPEN    a poll says that the rank closed it  -> CLOSED    they are lost
     ENDED   a poll says that the rank closed it  -> CLOSED
 """
@@ -36,6 +37,7 @@ from persia._rpc.messages import (
     StreamedBatch,
     StreamNews,
     StreamOpening,
+    StreamState,
 )
 from persia.errors import (
     ConfigError,
@@ -45,6 +47,7 @@ from persia.errors import (
     ServiceError,
     ServiceTimeout,
     ServiceUnavailable,
+    StreamRewound,
     UnknownStream,
 )
 
@@ -97,6 +100,7 @@ class LoaderState:
         self.epoch = 0  # of that batch
         self._sent_epoch: int | None = None  # of the one before, if this process has sent it
         self.is_ending = False  # no more will be sent
+        self.has_closed = False  # a stream
         self.status: int | None = None  # of the job, once it has ended
         self.failure: BaseException | None = None  # of a thread
         self.counts: Counter[str] = Counter()
@@ -229,6 +233,12 @@ class RankStream:
         return max(0, self._credits - self._num_delivered) if is_live else 0
 
     @property
+    def peer(self) -> tuple[str, int | None]:
+        """The rank's address, and which of its processes opened the stream."""
+        client = getattr(self._rank, "client", None)
+        return getattr(client, "address", ""), self._incarnation
+
+    @property
     def is_done(self) -> bool:
         """Whether the rank needs nothing more."""
         return self.is_closed or (self._state is RankState.ENDED and not self.unacked)
@@ -255,13 +265,16 @@ class RankStream:
 
     def find_first_needed(self) -> int | None:
         """Wait, with the lock held, for the first batch it needs; None if it gets none."""
-        feed = self._feed
         self._wait_until_opened()
         self._check_open()
+        return self._first_needed if self._has_batches else None
+
+    @property
+    def _has_batches(self) -> bool:
+        """Whether any id of this data-loader is the rank's."""
+        feed = self._feed
         period = range(feed.loader, feed.num_loaders * (feed.num_ranks + 1), feed.num_loaders)
-        if all(batch_id % feed.num_ranks != self._number for batch_id in period):
-            return None
-        return self._first_needed
+        return any(batch_id % feed.num_ranks == self._number for batch_id in period)
 
     def _wait_until_opened(self) -> None:
         self._feed.wait(
@@ -391,13 +404,16 @@ class RankStream:
         with self._feed.changed:
             if self._state is not RankState.CLOSED:
                 self._state = state
+            self._feed.has_closed |= self._state is RankState.CLOSED
             self._feed.changed.notify_all()
 
     def _open(self) -> None:
         feed = self._feed
         with self._turn():
-            state = self._call(partial(self._rank.open_stream, self._opening()))
+            opening = self._opening()
+            state = self._call(partial(self._rank.open_stream, opening))
             with feed.changed:
+                self._check_kept(opening.first_batch_id, state)
                 self._incarnation = self._rank_incarnation()
                 # A rank that was restarted lacks what it had not ended, unless it says so.
                 self._received_below = max(self._first_unfinished(), state.next_batch_id)
@@ -411,6 +427,25 @@ class RankStream:
                 self._unfinished = {x for x in state.unfinished if x >= feed.next_id}
                 self._set_state(RankState.OPEN)
         self._relocate_all(state.wanted)
+
+    def _check_kept(self, first: int, state: StreamState) -> None:
+        """Raise, with the lock held, if a restarted rank needs what was acknowledged before.
+
+        Or if others have closed: where all ranks go on from a checkpoint, they do as well.
+        """
+        feed = self._feed
+        why = f"{feed} has kept nothing before batch {first}"
+        if self._state is RankState.LOST and feed.has_closed:
+            why = "other nn-workers had ended"
+        elif state.next_batch_id >= first or not self._has_batches:
+            return
+        raise StreamRewound(
+            f"{self} goes on from a checkpoint, at batch {state.next_batch_id}, and {why}: "
+            "start the data-loader again, and it sends the data again, as persia-launcher "
+            "data-loader does by itself",
+            role="nn-worker",
+            replica=self._number,
+        )
 
     def _opening(self) -> StreamOpening:
         feed = self._feed

@@ -53,6 +53,7 @@ from persia.errors import (
     ServiceError,
     ServiceTimeout,
     ServiceUnavailable,
+    StreamRewound,
 )
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,10 @@ class BatchSender:
         with self._feed.changed:
             kept = sum(len(stream.unacked) for stream in self._streams)
             return dict(self._feed.counts, **({"kept": kept} if kept else {}))
+
+    def peers(self) -> dict[str, int | None]:
+        """Return by address which process each rank was when its stream was opened last."""
+        return dict(stream.peer for stream in self._streams)
 
     def measure(self) -> tuple[int, int, int]:
         """Return how many batches are kept, their bytes, and how many ranks would take now."""
@@ -310,6 +315,7 @@ class BatchSender:
         goes on, and the ranks wait for it.
         """
         is_healed = env.is_supervised() and isinstance(error, ServiceError)
+        is_healed |= isinstance(error, StreamRewound)  # it is started again
         if self.job_status is not None or is_healed:
             return
         text = "".join(traceback.format_exception(error))[-MAX_FAILURE:]

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
+from persia import env
 from persia._core.store.snapshot import Snapshot
 from persia._core.store.store import EmbeddingStore
 from persia._files import catalog
@@ -38,6 +39,7 @@ from persia._files.open import open_storage
 from persia._files.schema import SavedSchema
 from persia._files.storage import Storage
 from persia._files.writer_lock import WriterLock
+from persia._server.packets import RUN
 from persia._server.row_settings import ServerState
 from persia._server.snapshot import room_for_copies, write_rows
 from persia.config import ParameterServerConfig
@@ -293,6 +295,8 @@ class IncrementalWriter:
         (identity, created, about), settings = begun, state.settings
         base = None if snapshot.is_full else self._base
         extras: dict[str, Any] = {HISTORY: about, "servers": settings.to_json()}
+        if (run := env.run_id()) is not None:
+            extras[RUN] = run
         note: Callable[[int], None] = _note_nothing
         if full is not None:
             extras["after"], note = full.after, full.check

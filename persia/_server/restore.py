@@ -215,6 +215,11 @@ class LoadManager:
             return "rows are missing: a load was not finished on every server"
         return None
 
+    @property
+    def missing_from(self) -> str | None:
+        """The URL of the load that has left rows out; None if none are missing."""
+        return None if self._missing is None else self._missing.url
+
     def recover(self, noted: Any) -> None:
         """Begin with what a process before this one noted as missing."""
         self._missing = Missing.from_json(noted)

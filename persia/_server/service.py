@@ -54,6 +54,7 @@ from persia._server.applied_updates import (
     UpdateRecord,
 )
 from persia._server.incremental import IncrementalWriter
+from persia._server.packets import recover_rows
 from persia._server.restore import LoadManager, settings_of
 from persia._server.row_access import RowAccess
 from persia._server.row_settings import (
@@ -504,13 +505,12 @@ class ParameterServer:
         if self._incremental is not None:
             self._incremental.close()
 
-    def load_checkpoint(self, url: str) -> None:
-        """Load this server's share of a checkpoint now, with the settings that it names."""
-        request = LoadRequest(0, "verify", url, "", None)
-        self._settings.complete(*settings_of(request))
-        for note in self._loads.load_now(request):
-            _logger.warning("%s: %s", url, note)
-        self._note_loaded()
+    def recover(self) -> None:
+        """Load what a process before this one has written of its rows, if it has none."""
+        if self._config.recovery and recover_rows(
+            self._config, self._loads, self._settings, self._recovery
+        ):
+            self._note_loaded()
 
     # --- what is measured -------------------------------------------------------------------
 

@@ -369,7 +369,7 @@ class StateRecovery:
         self.file = file
         self.num_rows = 0  # recovered
         self.is_void = file is None  # rows are in the memory of this process alone
-        self._facts = facts
+        self.facts = facts
         self._name = f"parameter server {facts['replica_index']} of {facts['replica_size']}"
 
     def run(self, attach: Callable[[Mapping[str, Any]], tuple[int, int]]) -> None:
@@ -402,14 +402,14 @@ class StateRecovery:
                     num_updates,
                 )
                 return
-        self.note(facts=self._facts)
+        self.note(facts=self.facts)
         attach({})
 
     def _check_facts(self, found: object) -> None:
         known = found if isinstance(found, dict) else {}
         others = [
             f"{name}: expected {value!r}, got {known.get(name)!r}"
-            for name, value in self._facts.items()
+            for name, value in self.facts.items()
             if known.get(name) != value
         ]
         if others:

@@ -51,7 +51,8 @@ class LoaderStream:
 
     The ids of its batches are every ``lcm(num_loaders, world_size)``-th: those that are this
     data-loader's and this rank's. Some pairs of the two have none in common. ``resumed`` is
-    the lowest one that the run before left to be trained, and those above that it did train.
+    the lowest one that the run before left to be trained, and those above that it did train;
+    None where no run is continued.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class LoaderStream:
         opening: StreamOpening,
         rank: int,
         world_size: int,
-        resumed: tuple[int, Sequence[int]] = (0, ()),
+        resumed: tuple[int, Sequence[int]] | None = None,
         lock: threading.RLock | None = None,
     ) -> None:
         # Of what its data-loader does not know yet.
@@ -70,8 +71,10 @@ class LoaderStream:
         self.step = math.lcm(opening.num_loaders, world_size)
         ids = range(opening.loader, self.step, opening.num_loaders)
         self._offset = next((x for x in ids if x % world_size == rank), None)
-        floor, above = resumed
-        self.next_batch_id = self.at_or_after(max(opening.first_batch_id, floor))
+        # Where a run goes on its position decides, and not what its data-loader still has: that
+        # may have been acknowledged by a process that was killed before its next checkpoint.
+        floor, above = resumed or (opening.first_batch_id, ())
+        self.next_batch_id = self.at_or_after(floor)
         # Of this rank's batches, those done; in a resumed run some above its beginning are.
         self.left_out = frozenset(place for place in above if self.is_mine(place))
         self.trained = Watermark(self.next_batch_id or 0, self.step, set(self.left_out))
@@ -352,12 +355,13 @@ class LoaderStreams:
 
     def _make(self, opening: StreamOpening) -> LoaderStream:
         """Return a stream that begins where the run before left it."""
-        name, resumed = str(opening.loader), self._resumed or {"floors": {}, "above": {}}
+        name, resumed = str(opening.loader), self._resumed
+        if resumed is None:
+            return LoaderStream(opening, self._rank, self._world_size, None, self._lock)
         trained = resumed["floors"].get(name, 0), resumed["above"].get(name, ())
         stream = LoaderStream(opening, self._rank, self._world_size, trained, self._lock)
-        if self._resumed is not None:
-            stream.epoch, stream.begin = self.order.epoch, resumed.get("begins", {}).get(name)
-            stream.first_whole = stream.epoch + 1
+        stream.epoch, stream.begin = self.order.epoch, resumed.get("begins", {}).get(name)
+        stream.first_whole = stream.epoch + 1
         return stream
 
     def _take_over(self, stream: LoaderStream, opening: StreamOpening) -> LoaderStream:
@@ -449,7 +453,8 @@ class LoaderStreams:
         """Return what is trained of this pass, or will be at its end, for a file."""
         order = self.order
         if order.num_loaders is None:
-            return self._resumed
+            resumed = self._resumed
+            return None if resumed is None or resumed["num_loaders"] is None else resumed
         series, begins = {}, {}
         for loader in range(order.num_loaders):
             # One that has not connected is where the run before left it.

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 Plain = dict[str, Any]
 
 
+# Of a stream of which nothing is trained, whatever data-loaders have sent to another process.
+BEGINNING: Plain = {"kind": "stream", "num_loaders": None, "floors": {}, "above": {}}
+
+
 @dataclass(slots=True)
 class Watermark:
     """Places that are done: all below ``floor``, and ``above``. Guarded by its owner's lock."""

@@ -89,6 +89,7 @@ class BatchReceiver:
         self._changed = threading.Condition(self._lock)
         self._streams = LoaderStreams(rank, world_size, capacity, self._lock, clock, resumed)
         self._is_closed = False
+        self._is_back = False  # closed, but to be started again
         self._failure: BaseException | None = None
         self._counts = self._streams.counts
 
@@ -214,6 +215,8 @@ class BatchReceiver:
                 ),
                 min(POLL_S, left_s / 2),
             )
+            if self._is_closed and self._is_back:
+                raise self._streams.busy("this nn-worker is being started again", "poll")
             if found.incarnation == stream[1]:
                 found.heard_at = self._clock()
                 if self._is_closed and not found.was_read:
@@ -424,15 +427,16 @@ class BatchReceiver:
                 "taken": sum(len(stream.taken) for stream in streams),
             }
 
-    def close(self) -> None:
+    def close(self, *, is_back: bool = False) -> None:
         """Announce that nothing more is read; returns when data-loaders heard lately know it.
 
-        One that found no nn-worker here would wait for it to be restarted.
+        One that found no nn-worker here would wait for it to be restarted: as they shall where
+        it ``is_back`` soon, which is not announced.
         """
         with self._lock:
             if self._is_closed:
                 return
-            self._is_closed = True
+            self._is_closed, self._is_back = True, is_back
             left = sum(len(stream.pending) for stream in self._streams.order.streams.values())
             if left:
                 self._counts["unread"] += left
@@ -443,7 +447,8 @@ class BatchReceiver:
             for stream in self._streams.all():
                 stream.news.notify_all()
             self._changed.notify_all()
-            self._changed.wait_for(self._is_known_to_be_closed, FAREWELL_S)
+            if not is_back:
+                self._changed.wait_for(self._is_known_to_be_closed, FAREWELL_S)
 
     def _is_known_to_be_closed(self) -> bool:
         """Whether no data-loader that is there will poll again."""

@@ -98,9 +98,12 @@ class Stream:
         """Begin to take batches; ConfigError if another pass is under way."""
         self.receiver.begin_pass()
 
-    def close(self) -> None:
-        """Announce to data-loaders that nothing more is read, and stop."""
-        self.receiver.close()
+    def close(self, *, is_back: bool = False) -> None:
+        """Announce to data-loaders that nothing more is read, and stop.
+
+        Not where this process ``is_back`` soon: they wait for it.
+        """
+        self.receiver.close(is_back=is_back)
         self.server.stop(_STOP_S)
         self._transport.close()
 
@@ -211,8 +214,8 @@ class ChildStream(Stream):
             )
         )
 
-    def close(self) -> None:
-        """Stop, and end the child if it does not end by itself."""
+    def close(self, *, is_back: bool = False) -> None:
+        """Stop, and end the child, which ends with this process anyway."""
         with self._lock:
             child, self._child = self._child, None
         try:

@@ -199,6 +199,9 @@ class ParameterServerConfig(Section):
     ] = 300.0
     # Where they are written: a folder or a URL, which has a folder of each server.
     incremental_dir: str = "/workspace/incremental_dir/"
+    # Whether a server that begins empty, as one whose machine is gone, loads what it has
+    # written there in this run (``PERSIA_RUN_ID``) before it serves.
+    recovery: bool = False
     # Read because old files hold it; has no effect.
     incremental_channel_capacity: Annotated[int, integer(1)] = 1000
 
@@ -207,6 +210,11 @@ class ParameterServerConfig(Section):
             resolve_memory_limit(self.memory_limit)
         except ConfigError as exc:
             raise InvalidValue(str(exc), "memory_limit") from None
+        if self.recovery and not self.enable_incremental_update:
+            raise InvalidValue(
+                "expected enable_incremental_update: true with it, which writes what is loaded",
+                "recovery",
+            )
 
     def sketch_bytes(self) -> int:
         """Return ``admission_sketch_bytes`` or what is taken in its place."""

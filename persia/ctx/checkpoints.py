@@ -137,7 +137,8 @@ class Checkpoints:
         is_served = not self._trains and self.connection.backward is None
         # Rows alone may be the beginning of another model's training.
         if states or (is_served and names is None):
-            self._take_order(order, url)
+            # One of the beginning has no order yet.
+            self._take_order(order, url, has_trained=trainer is None or trainer["step"] > 0)
         return trainer
 
     def _check_features(self, order: FeatureOrder, url: str) -> None:
@@ -150,12 +151,12 @@ class Checkpoints:
                 "as the checkpoint brings the order"
             )
 
-    def _take_order(self, order: FeatureOrder | None, url: str) -> None:
+    def _take_order(self, order: FeatureOrder | None, url: str, *, has_trained: bool) -> None:
         shared = self.connection.order
         if order is not None:
             order = replace(order, ids=self._features or order.ids)
             shared.fix(order, order.__eq__)
-        elif not self._features and shared.get() is None:
+        elif has_trained and not self._features and shared.get() is None:
             logger.warning(
                 "%s does not have the order in which its model receives features, as an "
                 "earlier version wrote it, or servers by themselves: batches keep their own "

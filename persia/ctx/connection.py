@@ -64,6 +64,7 @@ class Connection:
         _connections[id(worker)] = self
         self.order = SharedOrder(worker)  # of features, as models receive them
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
+        self.is_back = False  # in another process, that goes on where this one ends
         self._tables: dict[tuple[str, bool], Table] = {}
         self.reported: Mapping[str, float] = {}  # replaced, not changed: other threads read it
         # While a TrainCtx is entered:
@@ -213,7 +214,7 @@ class Connection:
         """Close the stream of data-loaders, if it was opened."""
         stream, self.stream = self.stream, None
         if stream is not None:
-            stream.close()
+            stream.close(is_back=self.is_back)
 
     def table(self, feature: str, *, is_read_only: bool) -> Table:
         """Return the rows of a feature, the same object each time."""

@@ -10,6 +10,7 @@ import numpy as np
 from persia import env
 from persia._cluster import process_metrics
 from persia._metrics.definitions import LOADER
+from persia._process_exit import note_served
 from persia._rpc.messages import NamedArray
 from persia.ctx.base import BaseCtx
 from persia.embedding.data import PersiaBatch
@@ -188,6 +189,7 @@ class DataCtx(BaseCtx):
         try:
             if raised is None or is_asked_to_end or isinstance(raised, JobFinished):
                 feeder.finish()
+                note_served(feeder.peers())
             else:
                 feeder.fail(raised)
         finally:

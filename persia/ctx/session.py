@@ -19,7 +19,7 @@ from persia._training.batch import DeviceTransfer
 from persia._training.feature_order import Arranger
 from persia._training.forward import DatasetSource, ForwardPipeline, Lookups
 from persia._training.inflight import InFlightBatch, InFlightTracker, Reason
-from persia._training.progress import count_done
+from persia._training.progress import BEGINNING, count_done
 from persia._training.stream_source import Stream, StreamSource, check_room
 from persia.ctx.checkpoints import Checkpoints
 from persia.errors import ConfigError
@@ -138,6 +138,10 @@ class Session:
             if self.lookups.trains and options.staleness is not None:
                 in_flight = options.staleness
             check_room(connection.worker, world_size, options.input_capacity, in_flight)
+        if not is_open and resumed is None and self.lookups.trains and env.resume_from():
+            # Data-loaders may have sent to a trainer before this one, which left no checkpoint
+            # of this pass.
+            resumed = BEGINNING
         self._owns_stream |= not is_open
         return connection.open_stream(options.input_capacity, resumed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from persia._training.ranks import Ranks, StepBarrier, uneven_steps
 from persia.config import EmbeddingSchema
 from persia.ctx.base import PreprocessMode
 from persia.ctx.checkpoints import TrainerState
-from persia.ctx.publishing import PublishingCtx
+from persia.ctx.resuming import ResumingCtx, new_client
 from persia.ctx.session import new_scaler, torch_device
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding.optim import Optimizer
@@ -45,10 +44,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from persia._rpc.messages import EmbeddingWorker
-    from persia._training.backward import Rate
     from persia._training.batch import PersiaTrainingBatch
     from persia._training.inflight import InFlightBatch, InFlightTracker
-    from persia._training.progress import Plain, Position
     from persia._training.queues import BoundedQueue
     from persia.config import ConfigSource
     from persia.ctx.connection import Connection
@@ -60,7 +57,7 @@ logger = logging.getLogger("persia.ctx")
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()  # models, by contexts of this process
 
 
-class TrainCtx(PublishingCtx):
+class TrainCtx(ResumingCtx):
     """Trains a model: the dense part here, the embeddings at the parameter servers.
 
     Args:
@@ -80,6 +77,10 @@ class TrainCtx(PublishingCtx):
         report: File for rank 0's report of the run, written when the context is left: a page,
             or with a name in ``.json`` its data.
         tensorboard: Folder for rank 0's event files: loss, speed, rows, norms, reported values.
+        checkpoint_every: Steps between two checkpoints, written beside training; what one
+            raises, the next ``backward`` that writes one does.
+        checkpoint_folder: Folder or URL of those, and of the last one after SIGTERM.
+            ``PERSIA_RESUME_FROM`` takes precedence, and is where a run goes on from.
 
     Attributes:
         world_size: Number of ranks; ``rank_id`` is this one.
@@ -124,6 +125,8 @@ class TrainCtx(PublishingCtx):
         embedding_gradient_reduction: str = "mean",
         report: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_optimizers(embedding_optimizer, dense_optimizer, model)
         _check_sizes(backward_buffer_size, backward_workers_size, grad_scalar_update_factor)
@@ -145,22 +148,20 @@ class TrainCtx(PublishingCtx):
         self.backward_buffer_size = backward_buffer_size
         self.backward_workers_size = backward_workers_size
         self.distributed_option = distributed_option
-        self.world_size = env.get_world_size() or 1
-        self.rank_id = env.get_rank() or 0
+        self.world_size, self.rank_id = env.get_world_size() or 1, env.get_rank() or 0
         has_device = self.device_id is not None
         self.mixed_precision = has_device if mixed_precision is None else mixed_precision
         self.grad_scaler = new_scaler(self.device_id) if self.mixed_precision else None
-        self.update_times = 0
         if self.world_size > 1:
             self._join_ranks()
         # Each rank computes the mean over its own batch; the worker divides by the scale.
         reduction = self.world_size if embedding_gradient_reduction == "mean" else 1
         self._dense = DenseStep(grad_scalar_update_factor, reduction)
-        self._checks = BackwardChecks()
-        self._rates: list[Rate] = []  # of a checkpoint, until the next entering
+        self._checks, self._rates = BackwardChecks(), []
         self._state = TrainerState(self.rank_id, self.world_size)
         self._report, self._tensorboard = report, tensorboard
         summary.check_outputs(report, tensorboard, self.rank_id)
+        self._set_up_checkpoints(checkpoint_every, checkpoint_folder)
 
     # --- its ranks, its updates and its report ----------------------------------------------
 
@@ -182,12 +183,8 @@ class TrainCtx(PublishingCtx):
             return contextlib.nullcontext()
         is_scaled = self.grad_scaler is not None
         _check_uneven(self.model, self.distributed_option, reproducible, is_scaled)
+        self._is_uneven = True
         return uneven_steps(self.model, self.dense_optimizer)
-
-    @property
-    def backward_engine(self) -> BackwardPipeline | None:
-        """What sends the updates; None outside the ``with`` block."""
-        return self._connected().connection.backward
 
     def _engine(self, method: str) -> BackwardPipeline:
         engine = self.backward_engine
@@ -220,7 +217,7 @@ class TrainCtx(PublishingCtx):
         engine = BackwardPipeline(
             connection.worker,
             tracker,
-            client=_new_client(self.rank_id),
+            client=new_client(self.rank_id),
             num_workers=self.backward_workers_size,
             capacity=self.backward_buffer_size,
             device=torch_device(self.device_id),
@@ -318,38 +315,6 @@ class TrainCtx(PublishingCtx):
         dense = {dense_model_filename: self._own_model(), opt_filename: self.dense_optimizer}
         self._load(src_dir, map_location, dense, blocking, features)
 
-    @property
-    def resume_position(self) -> Position:
-        """How far the data was in the checkpoint that was loaded.
-
-        ``passes`` over the data had ended, and of the next one ``batches`` were trained. It
-        counts on from there as passes end.
-        """
-        return self._connected().progress.where()
-
-    def _trainer_state(self, others: list[Plain]) -> Plain:
-        progress = self._connected().progress
-        engine = self.backward_engine
-        rates = self._rates if engine is None else engine.learning_rates.state()
-        return self._state.of_all(self.update_times, self.grad_scaler, progress, others, rates)
-
-    def _resume(self, trainer: Plain) -> None:
-        self.update_times = trainer["step"]
-        engine = self.backward_engine
-        rates = trainer.get("rates")  # those before did not have them
-        if engine is None:
-            self._rates = rates or []
-        else:
-            if rates is not None:
-                engine.learning_rates.restore(rates)
-            engine.end_step(self.update_times)
-            engine.client = _new_client(self.rank_id)  # numbers of updates come again
-        if self.grad_scaler is not None and trainer["scaler"] is not None:
-            self.grad_scaler.load_state_dict(trainer["scaler"])
-        session = self._connected()
-        session.lookups.resume(self._state.restore(trainer, session.progress))
-        logger.info("continues after step %d, %s", self.update_times, self.resume_position)
-
     # --- steps ------------------------------------------------------------------------------
 
     def wait_servers_ready(self) -> None:
@@ -411,9 +376,8 @@ class TrainCtx(PublishingCtx):
     ) -> torch.Tensor:
         """Run the loss backward, step the dense optimizer, and send embedding gradients.
 
-        It calls ``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()``.
-        Without a GradScaler, the embedding-worker leaves non-finite rows out one by one and
-        counts them. With one, a non-finite gradient skips the batch, dense and sparse alike.
+        Calls ``loss.backward()``, ``optimizer.step()`` and ``zero_grad()``. Rows of non-finite
+        gradients are left out and counted; with a GradScaler they skip the batch, all of it.
 
         Args:
             loss: A scalar that depends on the current batch, and on those kept. It is
@@ -452,7 +416,8 @@ class TrainCtx(PublishingCtx):
         self._run_backward(loss)
         self._output = None
         if step:
-            self._step(session, current, unscaled, before)
+            with self._undisturbed():
+                self._step(session, current, unscaled, before)
             if self.update_times % max(embedding_gradient_check_frequency, 1) == 0:
                 self._dense.warn_of_nans(session.tracker, self.update_times)
         else:
@@ -507,11 +472,7 @@ class TrainCtx(PublishingCtx):
         engine.end_step(number)
         if self._publisher is not None:
             self._publisher.note_step()
-
-
-def _new_client(rank: int) -> int:
-    """Return the first half of update ids; one that is entered again repeats none of them."""
-    return secrets.randbits(47) << 16 | rank
+        self._end_step()
 
 
 def _recorder(

@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import closing
+from queue import SimpleQueue
 from unittest.mock import Mock
 
 from persia._cluster import job
-from persia._cluster.job import Event, announce_job_end, watched_process
-from persia._rpc.methods import embedding_worker
+from persia._cluster.job import (
+    Event,
+    Events,
+    TrainerWatch,
+    announce_job_end,
+    watched_process,
+)
+from persia._rpc.client import Client
+from persia._rpc.methods import embedding_worker, nn_worker
 from tests.cluster.place import PATIENCE_S, Monkey, Place, hosts_of
 
 
@@ -35,6 +44,21 @@ def test_a_server_that_comes_back_while_the_job_ends_is_told(
     telling.join(PATIENCE_S)
     assert silent == [[]]
     assert [one.job.status for one in (*workers, first, second)] == [3, 3, 3]
+
+
+def test_a_trainer_that_is_another_process_is_noticed(place: Place) -> None:
+    rank = place.serve(0, 1, role=nn_worker())
+    with closing(Client(place.transport, rank.address, nn_worker())) as client:
+        incarnation = client.hello().incarnation
+    for before in (incarnation, incarnation + 1, None):
+        events: Events = SimpleQueue()
+        with closing(TrainerWatch(place.transport, {rank.address: before}, events)) as watch:
+            if before == incarnation:
+                assert watch._ask(rank.address) == incarnation
+                assert watch._ask(place.ipc("none")) is None
+                assert events.empty()
+            else:
+                assert events.get(timeout=PATIENCE_S) == Event("restarted")
 
 
 def test_signals_and_failures_come_one_after_the_other() -> None:

@@ -240,5 +240,19 @@ def test_overlays_fit_the_stack() -> None:
             s.get("target", s["source"]).endswith(s["source"]) for s in service["secrets"]
         )
     assert guarded["secrets"]["server.secret"]["file"] == "/some/keys/server.secret"
+    resumes = rendered("compose.yaml", "compose/resume.yml")["services"]
+    assert resumes["nn_worker"]["restart"].startswith("on-failure")
+    patience_s = float(resumes["nn_worker"]["environment"]["PERSIA_GRACE_PERIOD"])
+    assert resumes["nn_worker"]["stop_grace_period"] == "1m0s"
+    assert patience_s < 60
+    for role in ("nn_worker", "data_loader"):
+        assert resumes[role]["environment"]["PERSIA_RESUME_FROM"] == "/checkpoints"
+        assert resumes[role]["environment"]["PERSIA_SUPERVISED"] == "1"
+    for role in ("nn_worker", "embedding_parameter_server"):
+        mounted = {volume["target"] for volume in resumes[role]["volumes"]}
+        assert {"/checkpoints", "/workspace"} <= mounted
+        assert "mkdir /workspace /data /serving /checkpoints" in DOCKERFILE.read_text()
+    writes = resumes["embedding_parameter_server"]["environment"]
+    assert writes["PERSIA_CHECKPOINT_ROOTS"] == "/checkpoints"
     again = rendered("compose.yaml", "tests/compose/script.yml")
     assert again["services"]["nn_worker"]["command"][:2] == ["persia-launcher", "nn-worker"]

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from persia import env
+from persia._files import catalog
+from persia._files.log_position import LogPosition
+from persia._files.manifest import number_of
+from persia._files.storage import LocalStorage
 from tests.faults.batches import SLOTS
-from tests.faults.job import LOADER, train_each_once
+from tests.faults.job import LOADER, assert_each_once, make_ctx, train, train_each_once
 from tests.recovery.soak import soak
 from tests.support.places import tmpfs_directory
 from tests.support.processes import DEADLINE_S, ROOT, Cluster, run
+from tests.support.waiting import until
 
 COUNT = 120
 SETTINGS = {"embedding_parameter_server_config": {"memory_limit": "16MiB"}}
@@ -52,6 +57,42 @@ def test_w17_w30_killed_servers_have_their_rows_again(
         log = cluster.log("embedding-worker-0") + cluster.log("embedding-worker-1")
     assert "rows again; training goes on" in log
     assert "ARE LOST" not in log
+
+
+@pytest.mark.slow
+def test_a_server_whose_memory_is_gone_begins_with_its_newest_packets(tmp_path: Path) -> None:
+    """No state file outlives it, as on a machine that is lost."""
+    writes = {
+        "enable_incremental_update": True,
+        "incremental_flush_sec": 0.5,
+        "incremental_dir": str(tmp_path / "log"),
+        "recovery": True,
+    }
+    settings = {"embedding_parameter_server_config": writes}
+    names = {"PERSIA_RUN_ID": "faults"}
+    server = "embedding-parameter-server-1"
+    with Cluster(SLOTS, settings, num_servers=2, num_workers=2, environment=names) as cluster:
+        cluster.start_servers()
+        os.environ.update(cluster.variables)
+        cluster.start_loaders(LOADER, 1, str(COUNT))
+
+        def disturb() -> None:
+            # From the packet that a checkpoint names on, all rows of now are there.
+            ctx.dump_checkpoint(tmp_path / "ckpt")
+            saved = catalog.load(LocalStorage(tmp_path / "ckpt"))
+            promised = LogPosition.of(saved).packets[1]
+            log = LocalStorage(tmp_path / "log" / "s1")
+            until(lambda: number_of(catalog.latest(log) or "0-")[0] >= promised)
+            cluster.kill(server)
+            cluster.start_replica("embedding-parameter-server", 1)
+
+        with make_ctx() as ctx:
+            seen = train(ctx, 40, disturb)
+            assert_each_once(ctx, seen, COUNT)
+        found = cluster.log("embedding-worker-0") + cluster.log("embedding-worker-1")
+        assert "is empty, and begins with its rows as of" in cluster.log(server)
+    assert "rows again; training goes on" in found
+    assert "ARE LOST" not in found
 
 
 # --- a store that ends anywhere -------------------------------------------------------------

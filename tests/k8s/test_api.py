@@ -136,6 +136,37 @@ def test_a_token_that_is_refused_is_read_again(config: Path) -> None:
     run(config, handler, calls)
 
 
+def test_calls_under_way_with_a_token_that_is_replaced_end_by_it(config: Path) -> None:
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def handler(request: web.Request) -> web.Response:
+        is_old = request.headers["Authorization"] == "Bearer old"
+        if request.path == "/version":
+            begun.set()
+            await go.wait()
+            return web.json_response({"major": "1", "minor": "30" if is_old else "0"})
+        if not is_old:
+            return web.json_response({"items": []})
+        write_config(config, request.url.port or 0, "new")
+        return web.json_response({"message": "Unauthorized"}, status=401)
+
+    async def calls(api: KubernetesApi) -> None:
+        version = asyncio.create_task(api.version())
+        await begun.wait()
+        old = api._login
+        # Two at once are refused: one reads the token again for both.
+        for found in await asyncio.gather(api.list("v1", "Pod"), api.list("v1", "Pod")):
+            assert found == []
+        assert old is not None
+        assert old is not api._login
+        assert not old._session.closed
+        go.set()
+        assert await version == (1, 30)
+        assert old._session.closed
+
+    run(config, handler, calls)
+
+
 def test_what_is_refused_says_why(config: Path) -> None:
     async def handler(request: web.Request) -> web.Response:
         if request.path.endswith("pods"):

@@ -188,6 +188,40 @@ def test_a_sweep_goes_on_when_the_credentials_are_away_for_a_while(
     asyncio.run(play())
 
 
+def test_a_job_that_changes_while_it_is_reconciled_is_looked_at_once_more() -> None:
+    async def play() -> None:
+        cluster = Cluster()
+        operator = Operator(cluster.api, Settings(), KINDS)
+        await operator.list_all()
+        begun, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        steps: list[Any] = []
+
+        async def step(key: Any) -> bool:
+            steps.append(key)
+            begun.set()
+            await go.wait()
+            if len(steps) == 2:
+                done.set()
+            return False
+
+        operator.step = step  # type: ignore[method-assign]
+        workers = [asyncio.create_task(operator.work()) for _ in range(3)]
+        await begun.wait()
+        for _ in range(3):
+            operator.note(cluster.job)
+            while not operator._queue.empty():  # another worker takes it, and leaves it
+                await asyncio.sleep(0)
+        assert len(steps) == 1
+        go.set()
+        await asyncio.wait_for(done.wait(), 20)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        assert len(steps) == 2
+
+    asyncio.run(play())
+
+
 def test_a_failure_of_the_api_is_no_refusal_of_an_object() -> None:
     api = MemoryApi()
     job = api.put(original())

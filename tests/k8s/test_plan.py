@@ -9,7 +9,7 @@ from hypothesis import given
 
 from persia import env
 from persia._cluster.addresses import split
-from persia._k8s.plan import ENGINES, KINDS, plan_job, spec_hash
+from persia._k8s.plan import ENGINES, KINDS, Owner, plan_job, spec_hash
 from persia._k8s.spec import read_job
 from persia.errors import ConfigError
 from tests.k8s.specs import jobs, original
@@ -43,6 +43,26 @@ def test_addresses_are_ranges_of_the_engine_s_names(
     found = variables(document, engine, "data-loader")
     assert found["PERSIA_EMBEDDING_PARAMETER_SERVERS"] == servers
     assert found["PERSIA_NN_WORKERS"] == trainers
+
+
+def test_each_start_of_each_job_is_a_run_of_its_own() -> None:
+    job = read_job(original())
+    owners = None, Owner("0123456789"), Owner("0123456789", 2), Owner("9876543210")
+    runs = [
+        {
+            one["value"]
+            for role in plan_job(job, owner=owner).roles
+            for one in role.env
+            if one["name"] == env.run_id.name
+        }
+        for owner in owners
+    ]
+    assert runs == [
+        {"adult-income"},
+        {"adult-income-01234567-0"},
+        {"adult-income-01234567-2"},
+        {"adult-income-98765432-0"},
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

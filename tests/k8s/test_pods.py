@@ -10,6 +10,7 @@ from hypothesis import given
 from persia._k8s.plan import Owner, plan_job
 from persia._k8s.pods import disruption_budget, metadata, network_policy, pod_template
 from persia._k8s.spec import read_job
+from persia.config import ParameterServerConfig
 from tests.k8s.specs import jobs, original
 from tests.support.profiles import tries
 
@@ -42,6 +43,44 @@ def test_a_pod_of_a_server() -> None:
         "/dev/shm",
     }
     assert one["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": 9400}
+
+
+@pytest.mark.parametrize("number", [1, None])
+def test_rows_outlive_the_container_of_a_server(number: int | None) -> None:
+    document = original(restartPolicy="OnFailure")
+    document["spec"]["embeddingParameterServer"]["shmSize"] = "20Gi"
+    pod = template(document, "embedding-parameter-server", number)["spec"]
+    (one,) = pod["containers"]
+    # Started again in its pod, by the same name of the run and at the same address, a server
+    # looks for its rows where the pod's memory is.
+    assert pod["restartPolicy"] == "OnFailure"
+    settings = ParameterServerConfig()
+    assert settings.keep_state
+    (mount,) = (m for m in one["volumeMounts"] if m["mountPath"] == settings.state_dir)
+    (volume,) = (v for v in pod["volumes"] if v["name"] == mount["name"])
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "20Gi"}
+    assert "readOnly" not in mount
+    values = {given["name"]: given.get("value") for given in one["env"]}
+    assert values["PERSIA_RUN_ID"] == "adult-income"
+    assert values["PERSIA_SUPERVISED"] == "1"
+    assert "PERSIA_STATE_DIRECTORY" not in values
+
+
+def test_trainers_that_go_on_from_checkpoints_are_started_again() -> None:
+    resumes = {"name": "PERSIA_RESUME_FROM", "value": "s3://bucket/run"}
+    for policy, restarted in (("OnFailure", "OnFailure"), ("Never", "Never")):
+        document = original(restartPolicy=policy, env=[resumes])
+        document["spec"]["nnWorker"]["terminationGracePeriodSeconds"] = 90
+        pod = template(document, "nn-worker")["spec"]
+        assert pod["restartPolicy"] == restarted
+        values = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+        assert float(values["PERSIA_GRACE_PERIOD"]) < pod["terminationGracePeriodSeconds"]
+        # The data-loader begins its script again by it.
+        loader = container(document, "data-loader")["env"]
+        assert resumes in loader
+    own = original(restartPolicy="OnFailure")
+    own["spec"]["nnWorker"]["env"] = [resumes]
+    assert template(own, "nn-worker")["spec"]["restartPolicy"] == "OnFailure"
 
 
 def test_pods_of_trainers_know_where_they_meet_and_are_not_restarted() -> None:

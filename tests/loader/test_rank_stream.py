@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from persia._loader.rank_stream import RankStream
-from persia._rpc.messages import RemoteRef, StreamedBatch
+from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening, StreamState
 from persia.errors import (
     ConfigError,
     DataError,
@@ -17,6 +18,7 @@ from persia.errors import (
     ServiceBusy,
     ServiceError,
     ServiceUnavailable,
+    StreamRewound,
 )
 from tests.loader.conftest import (
     MakeFeeder,
@@ -58,6 +60,34 @@ def test_a_restarted_rank_gets_again_what_it_had_not_ended(make_feeder: MakeFeed
     rank.train(4)
     made.finish()
     assert made.stats() == {"sent": 5, "redelivered": 3}
+
+
+class ResumingRank(FakeRank):
+    """Once restarted it goes on from a checkpoint at batch 1, whatever it was sent since."""
+
+    def open_stream(self, opening: StreamOpening) -> StreamState:
+        found = super().open_stream(opening)
+        return found if self.incarnation == 1 else replace(found, next_batch_id=1)
+
+
+@pytest.mark.parametrize("num_trained", [1, 2])
+def test_a_rank_that_goes_on_before_what_is_kept_has_its_loader_start_again(
+    make_feeder: MakeFeeder, num_trained: int
+) -> None:
+    rank = ResumingRank(credits=4)
+    made = make_feeder(rank, sent=3)
+    for _ in range(num_trained):
+        rank.train(1)
+    until(lambda: made.stats()["kept"] == 3 - num_trained)
+    rank.restart()
+    if num_trained == 1:  # it has all that is needed
+        rank.wait_for(lambda: rank.order[-1:] == [2])
+        rank.train(2)
+        made.finish()
+        return
+    with pytest.raises(StreamRewound, match="at batch 1, and data-loader 0 of 1 has kept"):
+        made.finish()
+    assert rank.failures == []  # it is no failure of the script
 
 
 def test_a_restarted_rank_learns_in_which_epoch_it_begins(make_feeder: MakeFeeder) -> None:

@@ -189,17 +189,6 @@ def test_w17_servers_that_lost_all_may_load(dumped: Trained, tmp_path: Path) -> 
     assert any("seed" in note for note in load(make_worker(fresh), tmp_path))
 
 
-def test_w19_servers_of_inference_load_alone(dumped: Trained, tmp_path: Path) -> None:
-    _, servers = dumped
-    fresh = make_servers(5, hyper=None, optimizer=None)
-    for server in fresh:
-        server.load_checkpoint(str(tmp_path))
-    assert all(server.ready_for_serving() for server in fresh)
-    assert rows_of(fresh) == rows_of(servers)
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        make_servers(1, hyper=None, optimizer=None)[0].load_checkpoint(str(tmp_path / "x"))
-
-
 def test_a_load_that_is_dropped_half_way_is_not_followed_by_another_beside_it(
     dumped: Trained, tmp_path: Path, monkeypatch: Monkey
 ) -> None:

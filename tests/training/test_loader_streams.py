@@ -10,7 +10,7 @@ import pytest
 
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening
 from persia._training.loader_streams import LoaderStream
-from persia._training.progress import Watermark, to_position
+from persia._training.progress import BEGINNING, Watermark, to_position
 from persia._training.queues import Finished
 from persia._training.receiver import BatchReceiver
 
@@ -33,6 +33,15 @@ def test_each_id_is_of_one_stream_and_of_one_rank(num_loaders: int, world_size: 
             found = next((x for x in mine if x >= first), None)
             assert stream.at_or_after(first) == found
         assert (stream.next_batch_id is not None) == ((loader, rank) in of)
+
+
+def test_a_run_goes_on_at_its_position_whatever_a_data_loader_has_left() -> None:
+    position = {"kind": "stream", "num_loaders": 2, "floors": {"0": 4, "1": 3}, "above": {}}
+    for resumed, first in ((position, 4), (BEGINNING, 0), (None, 8)):
+        receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=resumed)
+        assert receiver.position() is None or resumed is position
+        state = receiver.open_stream(StreamOpening(0, 2, 7, 8))
+        assert state.next_batch_id == first
 
 
 def test_a_wait_names_data_loaders() -> None:

@@ -1,0 +1,259 @@
+"""A trainer that is stopped, and another process that goes on where it was.
+
+    every ``checkpoint_every`` steps    a checkpoint, written beside the training
+    SIGTERM                             the step is finished, a last checkpoint is written, and
+                                        the process ends with 143
+    entering the first TrainCtx         loads the newest checkpoint of PERSIA_RESUME_FROM, or,
+                                        if there is none yet, writes one of the beginning
+
+Of several ranks all end at the same step, that at which the first of them was asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import threading
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from persia import env
+from persia._files.catalog import ids
+from persia._files.open import folder_url, open_storage
+from persia.ctx.publishing import PublishingCtx
+from persia.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    import torch
+
+    from persia._training.backward import BackwardPipeline, Rate
+    from persia._training.progress import Plain, Position
+    from persia.ctx.checkpoints import TrainerState
+
+logger = logging.getLogger("persia.ctx")
+
+# Status of a process that SIGTERM has ended, as a shell says it.
+STATUS = 128 + signal.SIGTERM
+# Of the grace period, the part in which a step may come to its end.
+_STEP_SHARE = 1 / 3
+
+_has_resumed = False  # of this process, which is one training
+
+
+class Termination:
+    """SIGTERM as a request, from ``listen`` to ``close``.
+
+    A request that is not met in time is raised where the program is, unless it is ``held``.
+
+    Attributes:
+        is_requested: Whether the process is to end.
+        is_raised: Whether SystemExit was raised for it.
+        held: Whether the main thread is where nothing may be raised.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.is_requested = self.is_raised = self.held = False
+        self._patience_s = patience_s
+        self._is_overdue = False
+        self._timer: threading.Timer | None = None
+        self._before: Any = None
+
+    def listen(self) -> None:
+        """Take SIGTERM over; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            logger.info("SIGTERM writes no checkpoint: the context is not in the main thread")
+            return
+        self._before = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def close(self) -> None:
+        """Give SIGTERM back, or, where it is being followed, ignore any further one."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._before is not None:
+            after = signal.SIG_IGN if self.is_requested else self._before
+            signal.signal(signal.SIGTERM, after)
+            self._before = None
+
+    def end(self) -> None:
+        """End the process, what the request asked for being done."""
+        self.is_raised = True
+        raise SystemExit(STATUS)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_raised:
+            return
+        if not self.is_requested:
+            self.is_requested = True
+            self._timer = threading.Timer(self._patience_s, self._remind)
+            self._timer.daemon = True
+            self._timer.start()
+        elif self._is_overdue and not self.held:
+            self.end()
+
+    def _remind(self) -> None:
+        self._is_overdue = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class ResumingCtx(PublishingCtx):
+    """Writes checkpoints as it trains, and goes on from the newest."""
+
+    dense_optimizer: torch.optim.Optimizer
+    grad_scaler: torch.amp.GradScaler | None
+    world_size: int
+    rank_id: int
+    update_times = 0
+    _state: TrainerState
+    _rates: list[Rate]  # of a checkpoint, until the next entering
+    _is_uneven = False  # ranks without a batch leave the others alone
+
+    def _set_up_checkpoints(
+        self, every: int | None, folder: str | os.PathLike[str] | None
+    ) -> None:
+        """Check what the context was given, before anything is opened."""
+        self._resume_from = env.resume_from()
+        found = self._resume_from or folder
+        self._folder = None if found is None else folder_url(found, "checkpoint_folder")
+        is_number = isinstance(every, Integral) and not isinstance(every, bool)
+        if every is not None and not (is_number and every >= 1):
+            raise ConfigError(f"checkpoint_every: expected steps, at least 1, got {every!r}")
+        if every is not None and self._folder is None:
+            raise ConfigError(
+                f"checkpoint_every={every}: expected {env.resume_from.name} to name the folder "
+                "of checkpoints, or checkpoint_folder="
+            )
+        self._every = every
+        self._termination: Termination | None = None
+
+    def _enter(self) -> None:
+        super()._enter()
+        if self._folder is None:
+            return
+        self._termination = Termination(env.grace_period_s() * _STEP_SHARE)
+        self._termination.listen()
+        try:
+            self._begin_where_it_was()
+        except BaseException as exc:
+            self._exit(exc)
+            raise
+
+    def _begin_where_it_was(self) -> None:
+        global _has_resumed
+        if self._resume_from is None or _has_resumed:
+            return
+        _has_resumed = True
+        if ids(open_storage(self._resume_from)):
+            self.load_checkpoint(self._resume_from)
+            return
+        logger.info("%s has no checkpoint yet: training begins", self._resume_from)
+        # Or a trainer that is killed before the first one would go on from rows that have
+        # been trained, with a net that has not.
+        self.dump_checkpoint(self._resume_from)
+
+    def _exit(self, raised: BaseException | None) -> None:
+        termination, self._termination = self._termination, None
+        session = self._session
+        if session is not None and raised is not None and self._resume_from is not None:
+            session.connection.is_back = True
+        try:
+            if termination is None:
+                return
+            # Alone a trainer stands between two steps, wherever it was stopped.
+            is_due = termination.is_requested and isinstance(raised, SystemExit)
+            if is_due and not self._is_saved and self.world_size == 1:
+                self._save_last()
+        finally:
+            super()._exit(raised)
+            if termination is not None:
+                termination.close()
+
+    _is_saved = False  # for the last time
+
+    def _save_last(self) -> None:
+        self._is_saved = True
+        logger.info("writes a checkpoint after step %d, and ends", self.update_times)
+        try:
+            self.dump_checkpoint(str(self._folder))
+        except Exception as exc:
+            logger.error("the checkpoint before this one is the last: %s", exc)
+
+    def _end_step(self) -> None:
+        """Write a checkpoint if one is due, and end if this process is to."""
+        termination = self._termination
+        if termination is None:
+            return
+        if self._every and self.update_times % self._every == 0:
+            self.dump_checkpoint(str(self._folder), blocking=False)
+        ranks = None if self._is_uneven else self._ranks
+        asked = termination.is_requested
+        if ranks is not None:
+            asked = termination.is_requested = ranks.any(asked)
+        if not asked:
+            return
+        self._save_last()
+        if ranks is not None:
+            ranks.any(False)  # rank 0 writes, and the end of another rank would be its own
+        termination.end()
+
+    @property
+    def backward_engine(self) -> BackwardPipeline | None:
+        """What sends the updates; None outside the ``with`` block."""
+        return self._connected().connection.backward
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Surround what a SIGTERM may not leave half done."""
+        termination = self._termination
+        if termination is None:
+            yield
+            return
+        termination.held = True
+        try:
+            yield
+        finally:
+            termination.held = False
+
+    # --- where it was -----------------------------------------------------------------------
+
+    @property
+    def resume_position(self) -> Position:
+        """How far the data was in the checkpoint that was loaded.
+
+        ``passes`` over the data had ended, and of the next one ``batches`` were trained. It
+        counts on from there as passes end.
+        """
+        return self._connected().progress.where()
+
+    def _trainer_state(self, others: list[Plain]) -> Plain:
+        progress = self._connected().progress
+        engine = self.backward_engine
+        rates = self._rates if engine is None else engine.learning_rates.state()
+        return self._state.of_all(self.update_times, self.grad_scaler, progress, others, rates)
+
+    def _resume(self, trainer: Plain) -> None:
+        self.update_times = trainer["step"]
+        engine = self.backward_engine
+        rates = trainer.get("rates")  # those before did not have them
+        if engine is None:
+            self._rates = rates or []
+        else:
+            if rates is not None:
+                engine.learning_rates.restore(rates)
+            engine.end_step(self.update_times)
+            engine.client = new_client(self.rank_id)  # numbers of updates come again
+        if self.grad_scaler is not None and trainer["scaler"] is not None:
+            self.grad_scaler.load_state_dict(trainer["scaler"])
+        session = self._connected()
+        session.lookups.resume(self._state.restore(trainer, session.progress))
+        logger.info("continues after step %d, %s", self.update_times, self.resume_position)
+
+
+def new_client(rank: int) -> int:
+    """Return the first half of update ids; one that is entered again repeats none of them."""
+    return secrets.randbits(47) << 16 | rank

@@ -1,0 +1,149 @@
+"""A training that is stopped, and goes on; whole processes: tests/faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from persia.ctx import resuming
+from persia.ctx.resuming import STATUS, Termination
+from persia.data import DataLoader
+from persia.errors import ConfigError
+from tests.distributed.batches import make_batch
+from tests.distributed.net import make_ctx
+from tests.support.fixtures import Monkey
+from tests.support.waiting import until
+
+BATCHES = [make_batch(number) for number in range(8)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: Monkey) -> Iterator[Path]:
+    """Where a run is to go on from, in a process that has not gone on yet."""
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    monkeypatch.setenv("PERSIA_RESUME_FROM", str(tmp_path / "ckpt"))
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path / "ckpt"
+    signal.signal(signal.SIGTERM, before)
+
+
+def ask() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ask_and_wait() -> None:
+    """Ask, where no step comes any more."""
+    ask()
+    until(lambda: False)
+
+
+def train(
+    steps: int, every: int = 3, *, ask_at: int = 0, at_end: Callable[[], object] = bool
+) -> int:
+    """Train until a number of steps; returns after which step it began."""
+    with make_ctx(checkpoint_every=every) as ctx:
+        begun = ctx.update_times
+        for batch in DataLoader(BATCHES, reproducible=True):
+            if ctx.update_times + 1 == ask_at:
+                ask()
+            output, labels = ctx.forward(batch)
+            ctx.backward((output - (labels or [])[0]).square().mean())
+            if ctx.update_times == steps:
+                break
+        at_end()
+    return begun
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint(folder: Path, monkeypatch: Monkey) -> None:
+    assert train(5) == 0
+    monkeypatch.setattr(resuming, "_has_resumed", False)  # another process
+    assert train(8) == 3
+    # Only the first context of a process goes on: the next one is another training.
+    assert train(1) == 0
+
+
+def test_a_run_that_has_no_checkpoint_yet_leaves_one_of_its_beginning(
+    folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(2) == 0
+    assert len([*folder.glob("*.json")]) == 1
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    caplog.clear()
+    assert train(8) == 0
+    assert "order" not in caplog.text  # of features, which it cannot have
+
+
+def test_sigterm_ends_a_step_writes_a_checkpoint_and_ends_the_process(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(8, every=100, ask_at=5)
+    assert ended.value.code == STATUS == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # it unwinds undisturbed
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 5
+
+
+def test_sigterm_between_two_steps_writes_a_checkpoint_as_well(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+    with pytest.raises(SystemExit) as ended:
+        train(2, every=100, at_end=ask_and_wait)
+    assert ended.value.code == STATUS
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 2
+
+
+def test_an_error_in_the_last_checkpoint_is_logged(
+    folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil() -> None:
+        folder.rename(folder.with_name("away"))
+        folder.write_text("a file")
+        ask_and_wait()
+
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+    with pytest.raises(SystemExit):
+        train(2, every=100, at_end=spoil)
+    assert "the checkpoint before this one is the last" in caplog.text
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint_every=3: expected PERSIA_RESUME_FROM"):
+        make_ctx(checkpoint_every=3)
+    for every in (0, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="checkpoint_every"):
+            make_ctx(checkpoint_every=every, checkpoint_folder=tmp_path)
+    with pytest.raises(ConfigError, match="checkpoint_folder: expected a folder's path or URL"):
+        make_ctx(checkpoint_folder=3)
+
+
+def test_without_a_folder_signals_are_the_program_s() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with make_ctx():
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_request_that_is_not_met_is_raised_unless_it_is_held() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    asked = Termination(0.01)
+    asked.listen()
+    try:
+        asked.held = True
+        ask()
+        assert asked.is_requested
+        until(lambda: asked._is_overdue)
+        ask()  # nothing: what is held has its end
+        asked.held = False
+        with pytest.raises(SystemExit):
+            ask()
+        ask()  # once
+    finally:
+        asked.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, before)
