@@ -148,6 +148,11 @@ k8s-scale: build  ## 200 jobs of 20 pods on the same cluster: latency, memory an
 helm:  ## fetch Helm for tests/k8s/test_helm.py into build/helm
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --target build/helm 'helm-python-sdk==0.2.2'
 
+.PHONY: ray
+ray:  ## install Ray for tests/e2e/test_ray.py into build/ray
+	$(PYTHON) -m venv build/ray
+	build/ray/bin/pip install --quiet --disable-pip-version-check 'ray>=2.40,<3'
+
 # Images go to the nodes as they are where these share the machine's Docker.
 K8S_IMAGE ?= persia-pods
 

@@ -14,9 +14,10 @@ import asyncio
 import base64
 import hashlib
 import logging
+import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -60,20 +61,31 @@ _MAX_ROUNDS = 20
 # Objects in one answer of a list, and seconds for which kopf keeps the last it has shown: whole
 # ones are ten times what is kept of them.
 _CHUNK, _IDLE_S = 100, 0.5
-# What is kept of a child. Its spec is most of it, and read only for a Job's number of pods: the
-# annotation says what it is.
+# What is kept of a child; of a text of few values one copy. Its spec, which is most of it, is
+# read only for a Job's number of pods: the annotation says what it is.
+_FEW = sys.intern
+_ENDED = {"reason": _FEW, "message": None, "exitCode": None}
+_STATE = {"waiting": _ENDED, "terminated": _ENDED}
 _KEPT = {
     "metadata": {
-        **dict.fromkeys(("name", "namespace", "uid", "resourceVersion", "deletionTimestamp")),
-        "labels": dict.fromkeys((JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL)),
-        "annotations": {SPEC_ANNOTATION: None},
-        "ownerReferences": {"uid": None},
+        **dict.fromkeys(("name", "uid", "resourceVersion", "deletionTimestamp")),
+        "namespace": _FEW,
+        "labels": dict.fromkeys((JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL), _FEW),
+        "annotations": {SPEC_ANNOTATION: _FEW},
+        "ownerReferences": {"uid": _FEW},
     },
     "spec": {"completions": None},
     "status": {
-        **dict.fromkeys(("phase", "reason", "message")),
-        "conditions": dict.fromkeys(("type", "status", "reason", "message")),
-        "containerStatuses": dict.fromkeys(("ready", "restartCount", "state", "lastState")),
+        "phase": _FEW,
+        "reason": _FEW,
+        "message": None,
+        "conditions": {"type": _FEW, "status": _FEW, "reason": _FEW, "message": None},
+        "containerStatuses": {
+            "ready": None,
+            "restartCount": None,
+            "state": _STATE,
+            "lastState": _STATE,
+        },
     },
 }
 
@@ -186,15 +198,21 @@ async def _emit(api: Api, job: Object, action: Emit) -> None:
 
 
 def kept(found: Object) -> Object:
-    """Return of a child what reconciliation reads: a tenth of it."""
-    about = {"apiVersion": found.get("apiVersion"), "kind": found["kind"]}
+    """Return of an object what is read here: of a child it is a tenth."""
+    if found["kind"] == KIND:
+        # Who has written which field is half of it, and the API's own to keep.
+        meta = {key: one for key, one in found["metadata"].items() if key != "managedFields"}
+        return {**found, "metadata": meta}
+    about = {"apiVersion": _FEW(found["apiVersion"]), "kind": _FEW(found["kind"])}
     return {**about, **_selected(found, _KEPT)}
 
 
-def _selected(found: Any, wanted: Mapping[str, Any] | None) -> Any:
+def _selected(found: Any, wanted: Mapping[str, Any] | Callable[[str], str] | None) -> Any:
     """Return the wanted keys of an object, or of each of a list; None: all of it."""
     if wanted is None or found is None:
         return found
+    if callable(wanted):
+        return wanted(found)
     if isinstance(found, list):
         return [_selected(one, wanted) for one in found]
     return {key: _selected(found[key], below) for key, below in wanted.items() if key in found}
@@ -241,7 +259,7 @@ class Operator:
             if is_deleted:
                 self._jobs.pop(key, None)
             elif not _is_older(found, self._jobs.get(key)):
-                self._jobs[key] = found
+                self._jobs[key] = kept(found)
         else:
             key = (meta["namespace"], (meta.get("labels") or {}).get(JOB_LABEL, ""))
             if is_deleted:
@@ -269,7 +287,7 @@ class Operator:
         children: defaultdict[Key, dict[str, Object]] = defaultdict(dict)
         for namespace in self._namespaces:
             for one in await self._api.list(*JOB_KIND, namespace):
-                jobs[one["metadata"]["namespace"], one["metadata"]["name"]] = one
+                jobs[one["metadata"]["namespace"], one["metadata"]["name"]] = kept(one)
             for version, kind in self._kinds:
                 async for one in self._api.each(
                     version, kind, namespace, labelSelector=JOB_LABEL, limit=str(_CHUNK)

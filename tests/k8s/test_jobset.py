@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+pytest.importorskip("kopf")
+
+from persia import env
 from persia._k8s.jobset import objects
 from persia._k8s.plan import plan_job
 from persia._k8s.spec import read_job
+from tests.k8s.cluster import Cluster
+from tests.k8s.jobset_stand_in import JobSetStandIn
+from tests.k8s.memory_api import MemoryApi
 from tests.k8s.specs import original
+from tests.support.fixtures import Monkey
 
 
 def job_set(**changes: Any) -> Any:
@@ -44,3 +53,97 @@ def test_the_trainers_decide_how_the_job_ends() -> None:
     assert (found["suspend"], found["ttlSecondsAfterFinished"]) == (True, 9)
     assert "failurePolicy" not in job_set()["spec"]
     assert "successPolicy" not in job_set(nnWorker=None)["spec"]
+
+
+# --- by JobSet's rules, as a stand-in follows them -------------------------------------------
+
+
+def started(**spec: Any) -> tuple[Cluster, JobSetStandIn]:
+    """A job of this engine whose JobSet the operator has created, and its controller."""
+    cluster = Cluster(engine="jobset", **spec)
+    cluster.reconcile()
+    controller = JobSetStandIn(cluster.api, "adult-income")
+    controller.step()
+    return cluster, controller
+
+
+def end(controller: JobSetStandIn, how: str, *names: str) -> None:
+    for name in names:
+        controller.jobs()[f"adult-income-{name}-0"]["status"] = {
+            "conditions": [{"type": how, "status": "True"}]
+        }
+    controller.step()
+
+
+def test_every_address_is_the_name_of_a_pod_of_that_role(monkeypatch: Monkey) -> None:
+    _, controller = started()
+    hosts = controller.hosts()
+    assert len(hosts) == 7
+    for job in controller.jobs().values():
+        for one in job["spec"]["template"]["spec"]["containers"][0]["env"]:
+            if "value" in one:
+                monkeypatch.setenv(one["name"], one["value"])
+        for variable, role in (
+            (env.parameter_server_addresses, "embedding-parameter-server"),
+            (env.embedding_worker_addresses, "embedding-worker"),
+            (env.nn_worker_addresses, "nn-worker"),
+        ):
+            named = [address.rpartition(":")[0] for address in variable()]
+            own = [
+                name
+                for name, found in hosts.items()
+                if found["metadata"]["labels"]["persia_role"] == role
+            ]
+            assert sorted(named) == sorted(own)
+    assert env.master_address() == "adult-income-nn-worker-0-0.adult-income"
+    assert env.master_address() in hosts
+
+
+def test_the_job_has_succeeded_when_trainers_have_though_servers_run() -> None:
+    cluster, controller = started()
+    end(controller, "Complete", "dataloader")
+    cluster.settle()
+    assert cluster.status["phase"] != "Succeeded"
+    end(controller, "Complete", "nn-worker")
+    cluster.settle()
+    assert cluster.status["phase"] == "Succeeded"
+
+
+def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed() -> None:
+    cluster, controller = started(maxRestarts=2)
+    for restart in (1, 2):
+        before = {one["metadata"]["uid"] for one in controller.jobs().values()}
+        end(controller, "Failed", "embedding-ps")
+        assert not controller.jobs()
+        controller.step()
+        assert controller.status["restarts"] == restart
+        assert not before & {one["metadata"]["uid"] for one in controller.jobs().values()}
+        cluster.settle()
+        assert cluster.status["phase"] != "Failed"
+    end(controller, "Failed", "nn-worker")
+    cluster.settle()
+    assert cluster.status["phase"] == "Failed"
+    assert cluster.conditions()["Failed"] == "True"
+
+
+def test_a_suspended_job_has_no_job_set_and_one_again_when_it_is_resumed() -> None:
+    cluster, controller = started()
+    cluster.change(suspend=True)
+    cluster.settle()
+    assert not cluster.api.of("JobSet")
+    assert not cluster.api.of("Job")
+    cluster.change(suspend=False)
+    cluster.settle()
+    controller.step()
+    assert len(controller.hosts()) == 7
+
+
+def test_a_rendered_job_set_that_is_suspended_waits_for_its_queue() -> None:
+    api = MemoryApi()
+    api.put(job_set(suspend=True))
+    controller = JobSetStandIn(api, "adult-income")
+    controller.step()
+    assert all(one["spec"]["suspend"] for one in controller.jobs().values())
+    controller.job_set["spec"]["suspend"] = False  # as Kueue does
+    controller.step()
+    assert not any(one["spec"]["suspend"] for one in controller.jobs().values())
