@@ -92,7 +92,7 @@ def _lookup(
         has_gradient=has_gradient,
     )
     if anchor.device.type == "cpu":
-        out = torch.empty(num_samples * sum(dims))
+        out = torch.empty(num_samples * sum(dims), dtype=torch.float32)
         lookups.pool(found, out.numpy())
     else:
         out = lookups.pool_on_device(found, anchor.device)
@@ -116,23 +116,23 @@ def _gradient(
     call: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_samples = _num_samples(ids, offsets, len(tables))
-    anchors = gradient.new_zeros(len(tables), 2)
     if not num_samples:
-        return anchors, gradient.new_zeros(ids.numel() if needs_weights else 0)
+        of_none = gradient.new_zeros(ids.numel() if needs_weights else 0)
+        return gradient.new_zeros(len(tables), 2), of_none
     found = lookups.find_lookup(ticket)
     if found is None:
         given = (ids, offsets, weights, tables, modes, padding)
         found = _look_up(*given, trains=True, has_gradient=True)
-    begin = 0
-    of_weights = []
-    for place, feature in enumerate(found.features):
-        end = begin + num_samples * feature.table.dim
-        part = gradient[begin:end].view(num_samples, feature.table.dim)
-        anchors[place] = lookups.hand_over(feature, lookups.sum_gradient(feature, part))
-        if needs_weights:
-            of_weights.append(lookups.weight_gradient(feature, part))
-        begin = end
-    return anchors, torch.cat(of_weights) if needs_weights else gradient.new_zeros(0)
+    sums = lookups.sum_gradients(found.features, gradient)
+    anchors = lookups.hand_over(found.features, sums).to(gradient.dtype)
+    if not needs_weights:
+        return anchors, gradient.new_zeros(0)
+    parts = gradient.split([num_samples * dim for dim in dims])
+    of_weights = [
+        lookups.weight_gradient(feature, part.view(num_samples, dim))
+        for feature, part, dim in zip(found.features, parts, dims, strict=True)
+    ]
+    return anchors, torch.cat(of_weights)
 
 
 def _update(
@@ -142,7 +142,7 @@ def _update(
     features = requests.split_features([found], requests.ids_of(ids), None, None)
     asked = features[0].asked
     feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
-    sums = lookups.sum_gradient(feature, gradient.view(-1, found.dim))
+    (sums,) = lookups.sum_gradients([feature], gradient)
     step = TableStep(found, lr)
     step.ids, step.sums = asked.distinct, sums
     lookups.apply([(step, lookups.RowGradient(asked.distinct, sums))], 1.0)
@@ -247,7 +247,7 @@ def _lookup_with_autograd(
 ) -> Any:
     if torch.is_grad_enabled() and (
         (weights is not None and weights.requires_grad)
-        or any([anchor.requires_grad for anchor in anchors])
+        or any(anchor.requires_grad for anchor in anchors)
     ):
         return _Lookup.apply(keys, version, ids, offsets, weights, options, *anchors)
     return _below_autograd(keys, version, anchors, ids, offsets, weights, *options)

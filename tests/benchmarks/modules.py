@@ -1,11 +1,11 @@
-"""A DLRM in module form against the context form, and converted against its own nn.EmbeddingBag.
+"""A DLRM in module form against the context form, and converted against torch's own bags.
 
     python -m tests.benchmarks.modules [calls] [forms] [converted] [--quick] [--pairs 20]
                                        [--threads 1 2] [--samples N] [--cpu-time]
 
     calls       Python calls, C calls and calls of the engine a step; the same on a busy machine
-    forms       steps of 2048 samples: EmbeddingCollection against a TrainCtx at staleness 1, and
-                with ``persia.nn.prefetch`` against one at "auto"
+    forms       steps of 2048 samples: EmbeddingCollection against a TrainCtx at staleness 1,
+                and with ``persia.nn.prefetch`` against one at "auto"
     converted   steps of 4096 samples: 26 nn.EmbeddingBag(sparse=True) with torch's Adagrad
                 against the same model converted, the embeddings alone and with the dense net
 
