@@ -38,6 +38,10 @@ _library.define(
     "update(Tensor(a!) version, Tensor ids, Tensor gradient, str table, float lr) -> ()"
 )
 
+# Called through these, operators need not find their overload.
+_lookup_operator = torch.ops.persia.lookup.default
+_gradient_operator = torch.ops.persia.gradient.default
+
 # Numbers the lookups of all graphs. Two equal lookups in one graph are merged by compilers; a
 # number of its own keeps their gradients apart.
 _calls = itertools.count()
@@ -88,7 +92,7 @@ def _lookup(
         has_gradient=has_gradient,
     )
     if anchor.device.type == "cpu":
-        out = torch.empty(num_samples * sum(dims))
+        out = torch.empty(num_samples * sum(dims), dtype=torch.float32)
         lookups.pool(found, out.numpy())
     else:
         out = lookups.pool_on_device(found, anchor.device)
@@ -112,23 +116,23 @@ def _gradient(
     call: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_samples = _num_samples(ids, offsets, len(tables))
-    anchors = gradient.new_zeros(len(tables), 2)
     if not num_samples:
-        return anchors, gradient.new_zeros(ids.numel() if needs_weights else 0)
+        of_none = gradient.new_zeros(ids.numel() if needs_weights else 0)
+        return gradient.new_zeros(len(tables), 2), of_none
     found = lookups.find_lookup(ticket)
     if found is None:
         given = (ids, offsets, weights, tables, modes, padding)
         found = _look_up(*given, trains=True, has_gradient=True)
-    begin = 0
-    of_weights = []
-    for place, feature in enumerate(found.features):
-        end = begin + num_samples * feature.table.dim
-        part = gradient[begin:end].view(num_samples, feature.table.dim)
-        anchors[place] = lookups.hand_over(feature, lookups.sum_gradient(feature, part))
-        if needs_weights:
-            of_weights.append(lookups.weight_gradient(feature, part))
-        begin = end
-    return anchors, torch.cat(of_weights) if needs_weights else gradient.new_zeros(0)
+    sums = lookups.sum_gradients(found.features, gradient)
+    anchors = lookups.hand_over(found.features, sums).to(gradient.dtype)
+    if not needs_weights:
+        return anchors, gradient.new_zeros(0)
+    parts = gradient.split([num_samples * dim for dim in dims])
+    of_weights = [
+        lookups.weight_gradient(feature, part.view(num_samples, dim))
+        for feature, part, dim in zip(found.features, parts, dims, strict=True)
+    ]
+    return anchors, torch.cat(of_weights)
 
 
 def _update(
@@ -138,7 +142,7 @@ def _update(
     features = requests.split_features([found], requests.ids_of(ids), None, None)
     asked = features[0].asked
     feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
-    sums = lookups.sum_gradient(feature, gradient.view(-1, found.dim))
+    (sums,) = lookups.sum_gradients([feature], gradient)
     step = TableStep(found, lr)
     step.ids, step.sums = asked.distinct, sums
     lookups.apply([(step, lookups.RowGradient(asked.distinct, sums))], 1.0)
@@ -189,29 +193,67 @@ _register_fake("persia::gradient", _fake_gradient, lib=_library)
 _register_fake("persia::update", _fake_update, lib=_library)
 
 
-def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, _, ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, ctx.padding, *_ = inputs
-    ctx.save_for_backward(output[1], ids, offsets, weights)
-    ctx.call = next(_calls)
+class _Lookup(torch.autograd.Function):
+    """``lookup`` with its backward.
+
+    Written out, as what ``torch.library.register_autograd`` makes walks over all arguments
+    several times, which takes longer than to look a small feature up.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        keys: Any,
+        version: torch.Tensor,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        options: tuple[Any, ...],
+        *anchors: torch.Tensor,
+    ) -> Any:
+        """Look up by what is registered below autograd."""
+        given = (version, anchors, ids, offsets, weights)
+        out, ticket = _below_autograd(keys, *given, *options)
+        ctx.save_for_backward(ticket, ids, offsets, weights)
+        ctx.features, ctx.call = options[:4], next(_calls)
+        return out, ticket
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Hand the gradient over; return those of the weights and of the anchors."""
+        ticket, ids, offsets, weights = ctx.saved_tensors
+        needs_weights = ctx.needs_input_grad[4]
+        anchors, of_weights = _gradient_operator(
+            *(ticket, gradients[0].contiguous(), ids, offsets, weights),
+            *(*ctx.features, needs_weights, ctx.call),
+        )
+        given = of_weights.to(weights.dtype) if needs_weights else None
+        return None, None, None, None, given, None, *anchors.unbind(0)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
-    ticket, ids, offsets, weights = ctx.saved_tensors
-    needs_weights = weights is not None and ctx.needs_input_grad[4]
-    anchors, of_weights = torch.ops.persia.gradient(
-        ticket,
-        gradient.contiguous(),
-        *(ids, offsets, weights, ctx.tables, ctx.modes, ctx.dims, ctx.padding),
-        needs_weights,
-        ctx.call,
-    )
-    given = of_weights.to(weights.dtype) if needs_weights else None
-    return None, list(anchors.unbind(0)), None, None, given, *[None] * 6
+def _below_autograd(keys: Any, *arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return _lookup_operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 
-torch.library.register_autograd(
-    "persia::lookup", _backward, setup_context=_set_up, lib=_library
-)
+def _lookup_with_autograd(
+    keys: Any,
+    version: torch.Tensor,
+    anchors: list[torch.Tensor],
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    *options: Any,
+) -> Any:
+    if torch.is_grad_enabled() and (
+        (weights is not None and weights.requires_grad)
+        or any(anchor.requires_grad for anchor in anchors)
+    ):
+        return _Lookup.apply(keys, version, ids, offsets, weights, options, *anchors)
+    return _below_autograd(keys, version, anchors, ids, offsets, weights, *options)
+
+
+_library.impl("lookup", _lookup_with_autograd, "Autograd", with_keyset=True)
 
 lookup = torch.ops.persia.lookup
 gradient = torch.ops.persia.gradient

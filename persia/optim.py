@@ -19,7 +19,7 @@ import torch
 from persia import env
 from persia._core.kernels.optim import number
 from persia._modules.homes import attach_optimizer
-from persia._modules.lookups import TableStep, note_accumulated, pending_of, step
+from persia._modules.lookups import TableStep, note_accumulated, step
 from persia._modules.tables import ModuleTable, of_anchor
 from persia.embedding import optim as of_rows
 from persia.errors import ConfigError
@@ -124,7 +124,6 @@ class TableOptimizer(torch.optim.Optimizer):
             settings = self.rows(**{name: group[name] for name in self._options})
             key = repr((settings, group["weight_bound"]))
             alike.setdefault(key, (settings, group["weight_bound"], []))[2].append(table)
-            pending_of(table)  # sets what follows a backward, when it is new
             table.after_backward = (
                 functools.partial(self._step_fused, group)
                 if self.is_fused
@@ -176,7 +175,7 @@ class TableOptimizer(torch.optim.Optimizer):
             if table is None:
                 continue
             if table.anchor.grad is None or not table.anchor.requires_grad:
-                pending_of(table).drop()
+                table.pending.drop()
                 continue
             steps.append(
                 TableStep(table, float(group["lr"]), *(group[name] for name in _CLIPPING))
@@ -188,7 +187,7 @@ class TableOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._step_tables([group])
         table.anchor.grad = None
-        pending_of(table).drop()
+        table.pending.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of rows, and of other parameters."""
@@ -196,7 +195,7 @@ class TableOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             table = _table_of(group)
             if table is not None:
-                pending_of(table).drop()
+                table.pending.drop()
 
 
 def _table_of(group: dict[str, Any]) -> ModuleTable | None:

@@ -49,8 +49,10 @@ def _no_stores_of_modules_after() -> Iterator[None]:
     homes = sys.modules.get("persia._modules.homes")
     if homes is None or not homes._own:
         return
-    sys.modules["persia._modules.tables"]._named.clear()
-    homes._homes.clear()
+    tables = sys.modules["persia._modules.tables"]
+    tables._named.clear()
+    for table in tables.all_tables():
+        table.home = None
     while homes._own:
         homes._own.pop().close()
     gc.collect()  # the threads of a store end with it

@@ -278,8 +278,6 @@ class RowHome:
 
 _own: list[RowHome] = []  # stores of this process that modules have made
 _job: RowHome | None = None  # of the job's servers
-# Outside contexts.
-_homes: weakref.WeakKeyDictionary[ModuleTable, RowHome] = weakref.WeakKeyDictionary()
 # By id of a session, which the home keeps: of contexts that are entered.
 _of_sessions: dict[int, RowHome] = {}
 
@@ -290,18 +288,25 @@ def home_of(table: ModuleTable) -> RowHome:
         home = _home_in_context(table)
         if home is not None:
             return home
-    found = _homes.get(table)
+    found: RowHome | None = table.home
     if found is None:
         with _lock:
-            found = _homes.get(table)
+            found = table.home
             if found is None:
                 found = _find_home(table)
     return found
 
 
+def homes_of(tables: Sequence[ModuleTable]) -> list[RowHome]:
+    """Return where the rows of each table are now."""
+    if _context_stack.current() is not None:
+        return [home_of(table) for table in tables]
+    return [table.home or home_of(table) for table in tables]
+
+
 def has_home(table: ModuleTable) -> bool:
     """Whether the table has been used."""
-    return table in _homes
+    return table.home is not None
 
 
 def _home_in_context(table: ModuleTable) -> RowHome | None:
@@ -339,7 +344,7 @@ def _find_home(table: ModuleTable) -> RowHome:
         check_slot(table, _job)
         _configure(_job, table)
         _write_first_rows(table, _job)
-        _homes[table] = _job
+        table.home = _job
         return _job
     config = env.embedding_config_path()
     if config is not None:
@@ -347,9 +352,7 @@ def _find_home(table: ModuleTable) -> RowHome:
         if table.name in schema.slots:
             return _build([one for one in all_tables() if one.name in schema.slots], schema)
     sharing = {
-        one.name: one
-        for one in all_tables()
-        if one not in _homes and _kind(one) == _kind(table)
+        one.name: one for one in all_tables() if one.home is None and _kind(one) == _kind(table)
     }
     sharing[table.name] = table  # another may have its name by now
     ordered = sorted(sharing.values(), key=lambda one: one is not table)
@@ -393,7 +396,7 @@ def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> RowHome
     home.tables.update(tables)
     for table in tables:
         check_slot(table, home)
-        _homes[table] = home
+        table.home = home
         _write_first_rows(table, home)
     return home
 
@@ -508,7 +511,7 @@ def attach_optimizer(
         for table in tables:
             before = _kind(table)
             table.optimizer, table.weight_bound = optimizer, weight_bound
-            home = _homes.get(table)
+            home = table.home
             if home is None or _kind(table) == before:
                 continue
             if home in _own:
@@ -525,7 +528,7 @@ def _move(tables: list[ModuleTable], old: RowHome) -> None:
     has_rows = sum(old.worker.get_embedding_size()) > 0
     for table in tables:
         old.tables.discard(table)
-        del _homes[table]
+        table.home = None
     new = _build(tables, None)
     if has_rows:
         with tempfile.TemporaryDirectory(prefix="persia-rows-") as folder:

@@ -26,10 +26,10 @@ import torch
 from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels.pooling import PoolCalls
-from persia._modules.homes import RowHome, home_of
+from persia._modules.homes import RowHome, homes_of
 from persia._modules.requests import GivenIds, RowRequest, take_ahead
-from persia._modules.tables import ModuleTable
-from persia._rpc.messages import LearningRate
+from persia._modules.tables import ModuleTable, note_changes
+from persia._rpc.messages import LearningRate, PooledOutput
 from persia._training.inflight import Leaf
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._rpc.messages import Floats
+    from persia._training.inflight import InFlightBatch
 
     Maximum = NDArray[np.int32] | None
 
@@ -99,40 +100,11 @@ class RowGradient:
             request.give_up()
 
 
-@dataclass(slots=True, eq=False)
-class PendingGradients:
-    """What was handed over for one table, and what shows whether it is ever stepped."""
-
-    gradients: list[RowGradient] = field(default_factory=list)
-    num_marks: int = 0  # in the anchor's gradient; those of a backward under way not counted
-    num_lookups: int = 0  # for training, since the last gradient
-    num_backwards: int = 0  # since the last step
-
-    def drop(self) -> None:
-        """Forget what was handed over."""
-        for gradient in self.gradients:
-            gradient.detach()
-        self.gradients.clear()
-        self.num_marks = 0
-
-
-_pending: weakref.WeakKeyDictionary[ModuleTable, PendingGradients] = weakref.WeakKeyDictionary()
-
-
-def pending_of(table: ModuleTable) -> PendingGradients:
-    """Return what was handed over for a table."""
-    found = _pending.get(table)
-    if found is None:
-        found = _pending[table] = PendingGradients()
-        table.after_backward = note_accumulated
-    return found
-
-
 # Called when a step has been sent.
 after_step: list[Callable[[], None]] = []
 
-# By address of the ticket's memory; changes of one key are atomic.
-_open: dict[int, OpenLookup] = {}
+# By address of the ticket's memory, with what notices its end; changes of one key are atomic.
+_open: dict[int, tuple[OpenLookup, weakref.ref[NDArray[np.int64]]]] = {}
 # Filled by finalizers, which must not take a lock.
 _orphans: deque[OpenLookup] = deque()
 
@@ -141,12 +113,11 @@ def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
     memory = np.zeros(1, np.int64)
     address = memory.ctypes.data
 
-    def drop() -> None:
+    def drop(_: object) -> None:
         _open.pop(address, None)
         _orphans.append(lookup)
 
-    _open[address] = lookup
-    weakref.finalize(memory, drop).atexit = False
+    _open[address] = lookup, weakref.ref(memory, drop)
     return torch.from_numpy(memory)
 
 
@@ -173,26 +144,22 @@ def find_rows(
     """Ask for the rows of all features, with one request per home if no table comes twice."""
     release_orphans()
     found: list[LookedUpFeature | None] = [None] * len(tables)
-    left = []
-    for place, table in enumerate(tables):
-        given = features[place]
-        ahead = take_ahead(table, given) if has_gradient else None
-        if ahead is None:
-            left.append(place)
-            continue
-        found[place] = LookedUpFeature(
-            *(table, modes[place], given.pooled, ahead.rows),
-            request=ahead.request,
-            place=ahead.place,
-            kept=given.kept,
-        )
+    homes = homes_of(tables)
+    left = list(range(len(tables)))
+    if has_gradient:
+        for place, ahead in take_ahead(tables, features, homes).items():
+            given = features[place]
+            found[place] = LookedUpFeature(
+                *(tables[place], modes[place], given.pooled, ahead.rows),
+                *(None, ahead.request, ahead.place, given.kept),
+            )
+            left.remove(place)
     while left:
-        home = home_of(tables[left[0]])
+        home = homes[left[0]]
         names: dict[str, int] = {}
         for place in left:
-            table = tables[place]
-            if table.name not in names and home_of(table) is home:
-                names[table.name] = place
+            if homes[place] is home:
+                names.setdefault(tables[place].name, place)
         left = [place for place in left if names.get(tables[place].name) != place]
         asked = [features[place].asked for place in names.values()]
         request = None
@@ -208,9 +175,7 @@ def find_rows(
             given = features[place]
             found[place] = LookedUpFeature(
                 *(tables[place], modes[place], given.pooled, rows[number]),
-                request=request,
-                place=number,
-                kept=given.kept,
+                *(None, request, number, given.kept),
             )
     return OpenLookup([feature for feature in found if feature is not None])
 
@@ -222,15 +187,13 @@ def pool(lookup: OpenLookup, out: Floats) -> None:
     for feature in lookup.features:
         end = begin + feature.ids.batch_size * feature.table.dim
         target = out[begin:end].reshape(-1, feature.table.dim)
-        feature.maxima = calls.pool(
-            _pooling(feature), feature.rows, None, 1, feature.ids, target
-        )
+        pooling = _POOLINGS[feature.mode]
+        feature.maxima = calls.pool(pooling, feature.rows, None, 1, feature.ids, target)
         begin = end
     calls.run(_threads)
 
 
-def _pooling(feature: LookedUpFeature) -> str:
-    return "sum" if feature.mode == PER_ID else feature.mode
+_POOLINGS = {"sum": "sum", "mean": "mean", "max": "max", PER_ID: "sum"}
 
 
 def pool_on_device(lookup: OpenLookup, device: torch.device) -> torch.Tensor:
@@ -247,7 +210,7 @@ def _bags(feature: LookedUpFeature, rows: torch.Tensor) -> torch.Tensor:
     if feature.mode == PER_ID and feature.ids.offsets is None:
         return rows[inverse]
     return torch.nn.functional.embedding_bag(
-        inverse, rows, offsets, mode=_pooling(feature), per_sample_weights=weights
+        inverse, rows, offsets, mode=_POOLINGS[feature.mode], per_sample_weights=weights
     )
 
 
@@ -256,7 +219,7 @@ def fill_padding(feature: LookedUpFeature, padding: int, out: torch.Tensor) -> N
     row = feature.table.padding_rows.get(padding)
     if row is None:
         ids = np.array([padding % (1 << 64)], np.uint64)
-        home = home_of(feature.table)
+        (home,) = homes_of([feature.table])
         (row,) = home.look_up([FeatureBatch.from_single(feature.table.name, ids)])
         feature.table.padding_rows[padding] = row
     if row.any() and feature.kept is not None:
@@ -279,7 +242,7 @@ def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
     if not has_gradient:
         return torch.zeros(1, dtype=torch.int64)
     for feature in lookup.features:
-        pending = pending_of(feature.table)
+        pending = feature.table.pending
         pending.num_lookups += 1
         if pending.num_lookups == MANY_LOOKUPS:
             feature.table.warn(
@@ -292,26 +255,45 @@ def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
 
 def find_lookup(ticket: torch.Tensor) -> OpenLookup | None:
     """Return the lookup of a ticket, or None if it was copied or is of another process."""
-    return _open.get(ticket.data_ptr())
+    found = _open.get(ticket.data_ptr())
+    return None if found is None else found[0]
 
 
 # --- backward -------------------------------------------------------------------------------
 
 
-def sum_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a feature's gradient [B, dim] per distinct id, f32 [D, dim]."""
-    dim = feature.table.dim
-    if gradient.device.type == "cpu":
-        sums = np.empty((feature.ids.num_distinct, dim), np.float32)
-        calls = PoolCalls()
-        calls.begin_sums(sums)
-        array = gradient.detach().to(torch.float32).contiguous().numpy()
-        calls.pool_grad(
-            _pooling(feature), array, None, 1, feature.ids, feature.maxima, None, sums
-        )
-        calls.run(_threads)
-        return torch.from_numpy(sums)
-    return _sum_on_device(feature, gradient.detach().float())
+def sum_gradients(
+    features: Sequence[LookedUpFeature], gradient: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the sums per distinct id, f32 [D, dim], of the features of a flat gradient.
+
+    In it features are one behind the other, each [B, dim].
+    """
+    gradient = gradient.detach().float().reshape(-1)
+    is_on_device = gradient.device.type != "cpu"
+    array = _NO_ROWS if is_on_device else gradient.contiguous().numpy()
+    calls = PoolCalls()
+    found = []
+    begin = 0
+    for feature in features:
+        dim = feature.table.dim
+        end = begin + feature.ids.batch_size * dim
+        if is_on_device:
+            found.append(_sum_on_device(feature, gradient[begin:end].view(-1, dim)))
+        else:
+            sums = np.empty((feature.ids.num_distinct, dim), np.float32)
+            part = array[begin:end].reshape(-1, dim)
+            calls.begin_sums(sums)
+            calls.pool_grad(
+                _POOLINGS[feature.mode], part, None, 1, feature.ids, feature.maxima, None, sums
+            )
+            found.append(torch.from_numpy(sums))
+        begin = end
+    calls.run(_threads)
+    return found
+
+
+_NO_ROWS = np.empty(0, np.float32)
 
 
 def _sum_on_device(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
@@ -335,15 +317,33 @@ def weight_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.T
     return padded
 
 
-def hand_over(feature: LookedUpFeature, sums: torch.Tensor) -> torch.Tensor:
-    """Add a gradient to what its table has for the next step; return the anchor's part."""
-    table = feature.table
-    pending = pending_of(table)
-    if table.anchor.grad is None and pending.num_marks:
-        pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
-    pending.num_lookups = 0
-    pending.num_backwards += 1
-    if table.optimizer is None and pending.num_backwards >= PATIENCE:
+def hand_over(
+    features: Sequence[LookedUpFeature], sums: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Add gradients to what tables have for the next step; return the anchors' parts [T, 2]."""
+    for feature, one in zip(features, sums, strict=True):
+        table = feature.table
+        pending = table.pending
+        if pending.num_marks and table.anchor.grad is None:
+            pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
+        pending.num_lookups = 0
+        pending.num_backwards += 1
+        if pending.num_backwards >= PATIENCE:
+            _warn_of_patience(table)
+        if table.after_backward is None:
+            table.after_backward = note_accumulated
+        # A second backward through the same lookup has no request of its own.
+        request, feature.request = feature.request, None
+        pending.gradients.append(RowGradient(feature.ids.distinct, one, request, feature.place))
+    norms = torch.stack(torch._foreach_norm(sums))
+    marks = [_mark(feature.table.anchor.dtype) for feature in features]
+    return torch.stack([norms, torch.tensor(marks, dtype=norms.dtype).to(norms.device)], 1)
+
+
+def _warn_of_patience(table: ModuleTable) -> None:
+    """Say of gradients without a step what is missing."""
+    pending = table.pending
+    if table.optimizer is None:
         pending.drop()
         table.warn(
             "its rows have had gradients and no step, so they do not learn: write optimizer = "
@@ -355,20 +355,17 @@ def hand_over(feature: LookedUpFeature, sums: torch.Tensor) -> torch.Tensor:
             f"{MANY_LOOKUPS} gradients of its rows were added up and none was stepped: call "
             "step() of its optimizer of persia.optim behind loss.backward()"
         )
-    # A second backward through the same lookup has no request of its own.
-    request, feature.request = feature.request, None
-    pending.gradients.append(RowGradient(feature.ids.distinct, sums, request, feature.place))
-    norm = torch.linalg.vector_norm(sums)
-    return torch.stack([norm, norm.new_tensor(_mark(table.anchor.dtype))])
 
 
 def note_accumulated(table: ModuleTable) -> None:
     """Put the norm of all that was handed over into the anchor's gradient, after a backward."""
-    gradient, pending = table.anchor.grad, pending_of(table)
-    pending.num_marks = len(pending.gradients)
-    if gradient is None or len(pending.gradients) < 2:
+    pending = table.pending
+    num_marks = pending.num_marks = len(pending.gradients)
+    if num_marks < 2:
         return
-    num_marks = pending.num_marks
+    gradient = table.anchor.grad
+    if gradient is None:
+        return
     norm = torch.linalg.vector_norm(merged(table).sums)
     with torch.no_grad():
         # As if all of it had been handed over at once: one mark.
@@ -379,8 +376,8 @@ def note_accumulated(table: ModuleTable) -> None:
 
 def merged(table: ModuleTable) -> RowGradient:
     """Return all that was handed over as one gradient, in which each id comes once."""
-    pending = pending_of(table)
-    given = pending.gradients
+    pending = table.pending
+    given: list[RowGradient] = pending.gradients
     if len(given) == 1:
         return given[0]
     every = FeatureBatch.from_single(table.name, np.concatenate([one.ids for one in given]))
@@ -396,7 +393,7 @@ def merged(table: ModuleTable) -> RowGradient:
 # --- the step -------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TableStep:
     """How one table steps."""
 
@@ -414,12 +411,11 @@ class TableStep:
         self.ids, self.sums = gradient.ids, gradient.sums
         anchor = table.anchor.grad
         if anchor is not None:
-            num_marks = max(pending_of(table).num_marks, 1)
-            factor = anchor[1].float() / (_mark(anchor.dtype) * num_marks)
+            one = _mark(anchor.dtype) * max(table.pending.num_marks, 1)
             if anchor.device.type != "cpu":
+                self.sums = self.sums * (anchor[1].float() / one)
+            elif (factor := anchor.tolist()[1] / one) != 1.0:
                 self.sums = self.sums * factor
-            elif (number := float(factor)) != 1.0:
-                self.sums = self.sums * number
         if self.max_row_norm is not None:
             norms = torch.linalg.vector_norm(self.sums, dim=1, keepdim=True)
             self.sums = self.sums * (self.max_row_norm / (norms + 1e-6)).clamp(max=1.0)
@@ -431,7 +427,7 @@ class TableStep:
 
 def has_pending(table: ModuleTable) -> bool:
     """Whether a table has gradients that no step has used."""
-    return pending_of(table).num_backwards > 0
+    return table.pending.num_backwards > 0
 
 
 def step(steps: Sequence[TableStep], reduction: float) -> None:
@@ -440,10 +436,10 @@ def step(steps: Sequence[TableStep], reduction: float) -> None:
     Gradients are divided by ``reduction``. They stay with the table until they are cleared, as
     the gradient of a parameter does.
     """
-    given = [(one, one.scale()) for one in steps if pending_of(one.table).gradients]
+    given = [(one, one.scale()) for one in steps if one.table.pending.gradients]
     apply(given, reduction)
     for one, _ in given:
-        pending_of(one.table).num_backwards = 0
+        one.table.pending.num_backwards = 0
     for listener in list(after_step):
         listener()
 
@@ -453,17 +449,13 @@ def apply(steps: Sequence[tuple[TableStep, RowGradient]], reduction: float) -> N
     release_orphans()
     by_request: dict[int, tuple[RowRequest, dict[int, TableStep]]] = {}
     alone: dict[int, tuple[RowHome, list[tuple[TableStep, RowGradient]]]] = {}
-    for one, gradient in steps:
+    homes = homes_of([one.table for one, _ in steps])
+    for (one, gradient), home in zip(steps, homes, strict=True):
         request, gradient.request = gradient.request, None
-        if (
-            request is not None
-            and request.batch.is_open()
-            and home_of(one.table) is request.home
-        ):
+        if request is not None and request.home is home and request.batch.is_open():
             by_request.setdefault(id(request), (request, {}))[1][gradient.place] = one
-            continue
-        home = home_of(one.table)
-        alone.setdefault(id(home), (home, []))[1].append((one, gradient))
+        else:
+            alone.setdefault(id(home), (home, []))[1].append((one, gradient))
     for home, parts in alone.values():
         features = [
             FeatureBatch.from_csr(
@@ -474,12 +466,40 @@ def apply(steps: Sequence[tuple[TableStep, RowGradient]], reduction: float) -> N
         batch, _, size = home.look_up_to_train(features)
         new = RowRequest(home, batch, tuple(x.name for x in features), size, len(parts))
         by_request[id(new)] = new, {place: part for place, (part, _) in enumerate(parts)}
+    by_home: dict[int, tuple[RowHome, list[tuple[RowRequest, dict[int, TableStep]]]]] = {}
     for request, places in by_request.values():
-        _send(request, places, reduction)
+        by_home.setdefault(id(request.home), (request.home, []))[1].append((request, places))
+    for home, updates in by_home.values():
+        _send(home, updates, reduction)
+    note_changes([one.table for one, _ in steps])
 
 
-def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -> None:
-    home, batch = request.home, request.batch
+def _send(
+    home: RowHome, updates: Sequence[tuple[RowRequest, dict[int, TableStep]]], reduction: float
+) -> None:
+    """Queue the updates of requests at one home."""
+    engine = home.engine
+    engine.raise_failure()
+    if home.session is not None:
+        for _, places in updates:
+            for one in places.values():
+                home.check_optimizer(one.table)
+    claimed: list[InFlightBatch] = []
+    try:
+        for request, places in updates:
+            home.tracker.submit(request.batch)
+            claimed.append(request.batch)
+            _fill(request, places)
+            engine.pack(request.batch)
+    except BaseException:
+        engine.discard(claimed)
+        raise
+    engine.submit(claimed, reduction)
+
+
+def _fill(request: RowRequest, places: dict[int, TableStep]) -> None:
+    """Give a request the gradients of its tables."""
+    home = request.home
     gradients: list[tuple[Leaf, torch.Tensor | None]] = []
     rates = []
     for place, name in enumerate(request.names):
@@ -487,20 +507,15 @@ def _send(request: RowRequest, places: dict[int, TableStep], reduction: float) -
         if one is None:
             gradients.append((Leaf(name, _NO_TENSOR), None))
             continue
-        home.check_optimizer(one.table)
-        sums = home.fit_gradient(name, one.sums, request.size)
+        slot, sums = home.slots[name], one.sums
+        if slot.output is PooledOutput:
+            sums = home.fit_gradient(name, sums, request.size)
         gradients.append((Leaf(name, sums), sums))
-        rates.append(LearningRate(home.slots[name].table, one.lr))
-    home.engine.raise_failure()
-    home.tracker.submit(batch)
-    batch.gradients, batch.rates = gradients, tuple(rates)
-    home.engine.pack(batch)
-    home.engine.submit([batch], reduction)
-    for one in places.values():
+        rates.append(LearningRate(slot.table, one.lr))
         for padding in list(one.table.padding_rows):
             if (one.ids == np.uint64(padding % (1 << 64))).any():
                 del one.table.padding_rows[padding]  # it was trained by other means
-        one.table.note_change()
+    request.batch.gradients, request.batch.rates = gradients, tuple(rates)
 
 
 _NO_TENSOR = torch.empty(0)  # of a feature without a gradient

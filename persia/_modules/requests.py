@@ -60,7 +60,7 @@ def ids_of(values: torch.Tensor) -> NDArray[np.uint64]:
     return values.numpy().reshape(-1).view(np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class GivenIds:
     """The ids of one feature, as they are asked for and, with weights, as they are pooled."""
 
@@ -158,19 +158,33 @@ def drop_ahead(rows: AheadRows) -> bool:
         return True
 
 
-def take_ahead(table: ModuleTable, given: GivenIds) -> AheadRows | None:
-    """Return rows that were asked for with exactly these ids, which are then taken."""
+def take_ahead(
+    tables: Sequence[ModuleTable], features: Sequence[GivenIds], homes: Sequence[RowHome]
+) -> dict[int, AheadRows]:
+    """Return, by place, rows asked for with exactly these ids; they are taken then.
+
+    ``homes`` is where the rows of the tables are.
+    """
+    taken: dict[int, AheadRows] = {}
+    if missed is None and not _ahead:
+        return taken
     with _lock:
-        for one in _ahead.get(table.key, ()):
-            is_same = one.given.padding == given.padding and np.array_equal(
-                one.given.values, given.values
-            )
-            if is_same and one.request.batch.is_open() and home_of(table) is one.request.home:
-                _ahead[table.key].remove(one)
-                return one
-    if missed is not None:
-        missed.append((table, given))
-    return None
+        for place, table in enumerate(tables):
+            given = features[place]
+            for one in _ahead.get(table.key, ()):
+                if (
+                    one.request.home is homes[place]
+                    and one.request.batch.is_open()
+                    and one.given.padding == given.padding
+                    and np.array_equal(one.given.values, given.values)
+                ):
+                    _ahead[table.key].remove(one)
+                    taken[place] = one
+                    break
+            else:
+                if missed is not None:
+                    missed.append((table, given))
+    return taken
 
 
 def start_recording() -> None:

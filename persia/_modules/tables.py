@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +19,7 @@ from persia.errors import ConfigError
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
     from persia._rpc.messages import OptimizerSettings
 
 _logger = get_logger("persia.nn")
+
+
+@dataclass(slots=True, eq=False)
+class PendingGradients:
+    """What was handed over for one table, and what shows whether it is ever stepped."""
+
+    gradients: list[Any] = field(default_factory=list)  # ``RowGradient`` of lookups.py
+    num_marks: int = 0  # in the anchor's gradient; those of a backward under way not counted
+    num_lookups: int = 0  # for training, since the last gradient
+    num_backwards: int = 0  # since the last step
+
+    def drop(self) -> None:
+        """Forget what was handed over."""
+        for gradient in self.gradients:
+            gradient.detach()
+        self.gradients.clear()
+        self.num_marks = 0
 
 
 class ModuleTable:
@@ -39,6 +57,9 @@ class ModuleTable:
             ``weight_bound`` decide in which store its rows can be.
         first_rows: To be written before its first lookup: ids u64 [n] and values f32 [n, dim].
         version: Steps and writes so far.
+        home: Where its rows are outside contexts, a ``RowHome`` of homes.py; None before its
+            first use.
+        pending: Its gradients that no step has used.
     """
 
     def __init__(self, name: str, key: str, dim: int, initialization: InitialValues) -> None:
@@ -53,8 +74,10 @@ class ModuleTable:
         # By padding id its row, which lookups return and do not train; until it changes.
         self.padding_rows: dict[int, NDArray[np.float32]] = {}
         self.version = 0
-        # Buffers of modules that read its rows, by id of the module.
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.home: Any = None
+        self.pending = PendingGradients()
+        # Modules that read its rows, whose buffer ``version`` changes with them.
+        self.readers: list[weakref.ref[torch.nn.Module]] = []
         # After a backward has added to the anchor's gradient.
         self.after_backward: Callable[[ModuleTable], None] | None = None
         self._has_warned = self._is_copied = False
@@ -69,15 +92,12 @@ class ModuleTable:
 
     def add_reader(self, module: torch.nn.Module) -> None:
         """Show changes of rows in the buffer ``version`` of a module, from now on."""
-        self._modules.add(module)
+        self.readers = [one for one in self.readers if one() not in (None, module)]
+        self.readers.append(weakref.ref(module))
 
     def note_change(self) -> None:
         """Note that rows have changed."""
-        self.version += 1
-        for module in self._modules:
-            version = module.version
-            if isinstance(version, torch.Tensor):
-                version.add_(1)
+        note_changes([self])
 
     def warn(self, text: str) -> None:
         """Say once what is missing for the rows to be trained."""
@@ -94,6 +114,22 @@ class ModuleTable:
                 "keeps rows as they are now (said once)",
                 self.name,
             )
+
+
+def note_changes(tables: Iterable[ModuleTable]) -> None:
+    """Note that rows of these tables have changed; a module of several learns of it once."""
+    modules = {}
+    for table in tables:
+        table.version += 1
+        for reader in table.readers:
+            module = reader()
+            if module is not None:
+                modules[id(module)] = module
+    for module in modules.values():
+        # Not by attribute, which takes as long as the rest: modules have one for each buffer.
+        version = module._buffers["version"]
+        if version is not None:
+            version.add_(1)
 
 
 _lock = threading.Lock()  # guards the tables of this process

@@ -9,6 +9,7 @@ import torch
 import persia.nn
 import persia.optim
 from persia._modules import requests
+from persia._modules.homes import homes_of
 from persia.errors import DataError
 
 
@@ -44,9 +45,13 @@ def test_rows_ahead_are_taken_once_and_for_equal_ids_only() -> None:
         return requests.split_features([table], np.array(ids, np.uint64), None, None)[0]
 
     (rows,) = requests.ask_ahead([(table, given(1, 2))])
-    assert requests.take_ahead(table, given(2, 1)) is None
-    assert requests.take_ahead(table, given(1, 2)) is rows
-    assert requests.take_ahead(table, given(1, 2)) is None
+
+    def taken(*ids: int) -> dict[int, requests.AheadRows]:
+        return requests.take_ahead([table], [given(*ids)], homes_of([table]))
+
+    assert taken(2, 1) == {}
+    assert taken(1, 2) == {0: rows}
+    assert taken(1, 2) == {}
     assert not rows.give_up()
     (left,) = requests.ask_ahead([(table, given(3))])
     assert left.give_up()
