@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+_REFERENCE_SIZE = 256  # bytes, and multiples of it
+
 
 class RowModule(nn.Module):
     """A module that looks up in tables."""
@@ -67,10 +69,12 @@ class RowModule(nn.Module):
     def get_extra_state(self) -> torch.Tensor:
         """Return the reference that a state dict has in place of rows, as JSON in bytes.
 
-        A tensor, as safetensors and what is built on it take nothing else.
+        A tensor, as safetensors and what is built on it take nothing else. It is filled with
+        spaces, so that one of another table is refused for its name and not for its length.
         """
         text = json.dumps(self._reference()).encode()
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        size = -(-len(text) // _REFERENCE_SIZE) * _REFERENCE_SIZE
+        return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
 
     def _reference(self) -> dict[str, Any]:
         return {
@@ -78,7 +82,7 @@ class RowModule(nn.Module):
                 {
                     "name": table.name,
                     "dim": table.dim,
-                    "is_frozen": not table.anchor.requires_grad,
+                    "is_frozen": int(not table.anchor.requires_grad),
                 }
                 for table in self._tables
             ]
