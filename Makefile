@@ -164,6 +164,25 @@ k8s-images:  ## images of the roles and the operator, named K8S_IMAGE=persia-pod
 k8s-pods: build k8s-images  ## the same cluster, with nodes that run containers: Adult in real pods
 	PERSIA_TEST_IMAGE=$(K8S_IMAGE) $(PYTEST) -q -rs tests/e2e/test_kubernetes_pods.py
 
+# Model zoos and frameworks that others wrote. Some of them pin old versions of NumPy or torch, so
+# they go, without what they require, into an environment of their own over .venv.
+ZOO := build/venv-zoo
+ZOO_NEEDS := torch-rechub==0.9.0 deepctr-torch==0.3.0 recbole==1.2.1 \
+  colorlog colorama texttable psutil lightning==2.6.6 lightning-utilities torchmetrics \
+  accelerate==1.15.0 huggingface-hub torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict pyvers \
+  pyre-extensions typing-inspect mypy-extensions
+
+$(ZOO)/.installed: $(VENV)/.dev Makefile
+	$(BIN)/python -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(ZOO_NEEDS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  >"$$($(ZOO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth"
+	touch $@
+
+.PHONY: zoo
+zoo: build $(ZOO)/.installed  ## models and loops of others on persia.nn: zoos, Lightning, Accelerate
+	PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 $(ZOO)/bin/python -m pytest -q -n 0 tests/zoo tests/examples/test_lightning.py
+
 audit:  ## known holes in what the images are made of (says so where it cannot know)
 	{ test -x build/audit/bin/pip-audit || { $(PYTHON) -m venv build/audit && \
 	  build/audit/bin/pip install --quiet --disable-pip-version-check 'pip-audit>=2.7,<3'; }; } || \

@@ -7,6 +7,7 @@ the rows, and the tables themselves, by which it finds the rows. Rows are not in
 from __future__ import annotations
 
 import copy
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from typing_extensions import Self
+
+_REFERENCE_SIZE = 256  # bytes, and multiples of it
 
 
 class RowModule(nn.Module):
@@ -51,7 +54,7 @@ class RowModule(nn.Module):
         """Return what a pickle has: names and dims of the tables, and no rows."""
         left_out = ("_tables", "_parameters", "_buffers", "_modules")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "reference": self.get_extra_state()}
+        return {**state, "reference": self._reference()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find the tables of these names, or declare them."""
@@ -63,14 +66,23 @@ class RowModule(nn.Module):
             if one["is_frozen"]:
                 table.anchor.requires_grad_(False)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return the reference that a state dict has in place of rows."""
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the reference that a state dict has in place of rows, as JSON in bytes.
+
+        A tensor, as safetensors and what is built on it take nothing else. It is filled with
+        spaces, so that one of another table is refused for its name and not for its length.
+        """
+        text = json.dumps(self._reference()).encode()
+        size = -(-len(text) // _REFERENCE_SIZE) * _REFERENCE_SIZE
+        return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
+
+    def _reference(self) -> dict[str, Any]:
         return {
             "tables": [
                 {
                     "name": table.name,
                     "dim": table.dim,
-                    "is_frozen": not table.anchor.requires_grad,
+                    "is_frozen": int(not table.anchor.requires_grad),
                 }
                 for table in self._tables
             ]
@@ -78,6 +90,8 @@ class RowModule(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Check that a state dict is of the same tables."""
+        if isinstance(state, torch.Tensor):
+            state = json.loads(bytes(state.tolist()))
         there = [(one["name"], one["dim"]) for one in state["tables"]]
         here = [(table.name, table.dim) for table in self._tables]
         if here != there:
@@ -107,5 +121,5 @@ class RowModule(nn.Module):
             return
         try:
             self.set_extra_state(state_dict[key])
-        except (CheckpointError, KeyError, TypeError) as exc:
+        except (CheckpointError, KeyError, TypeError, ValueError) as exc:
             error_msgs.append(f"{key}: {exc}")

@@ -18,7 +18,7 @@ TWICE |= {"SGD", "Adagrad", "Adam", "RMSprop", "FTRL", "Lion", "RowwiseAdagrad",
 # Folders of tests that mirror no folder of the package.
 FREE = {
     *("benchmarks", "compat", "compose", "distributed", "docs", "e2e", "examples", "faults"),
-    *("fuzz", "golden", "gpu", "load", "meta", "recovery", "reference", "support"),
+    *("fuzz", "golden", "gpu", "load", "meta", "recovery", "reference", "support", "zoo"),
     *("serving/conformance", "serving/proofs"),
 }
 # Modules that hold names or data and no logic of their own.

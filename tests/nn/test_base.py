@@ -6,8 +6,10 @@ import copy
 import io
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -60,3 +62,13 @@ def test_a_state_dict_of_torchs_module_is_taken_as_rows() -> None:
     assert torch.equal(ours(torch.arange(6)), theirs.weight)
     with pytest.raises(RuntimeError, match=r"expected \[n, 3\], got \[6, 4\]"):
         ours.load_state_dict(nn.Embedding(6, 4).state_dict())
+
+
+def test_a_state_dict_has_tensors_only_and_goes_through_safetensors(tmp_path: Path) -> None:
+    model = nn.Sequential(persia.nn.EmbeddingBag("in safetensors", 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    other = nn.Sequential(persia.nn.EmbeddingBag("another", 3), nn.Linear(3, 1))
+    with pytest.raises(RuntimeError, match="in safetensors"):
+        other.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
