@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from persia.tables import Table
 
 MODES = ("sum", "mean", "max")
+_LENGTHS = ("min_seqlen", "max_seqlen")
 _numbers = itertools.count(1)  # of tables without a name
 
 
@@ -243,7 +244,10 @@ class Embedding(TableModule):
         """
         if input.is_nested:
             values, edges = parts_of(input)
-            return torch.nested.nested_tensor_from_jagged(self._of_ids(values), edges)
+            # The longest, where it is known: without it torch pads to the sum of all lengths.
+            known = {name: getattr(input, f"_maybe_{name}", None) for name in _LENGTHS}
+            given = {name: length for name, length in known.items() if length is not None}
+            return torch.nested.nested_tensor_from_jagged(self._of_ids(values), edges, **given)
         return self._of_ids(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
     def _of_ids(self, ids: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,9 @@ def test_an_embedding_takes_any_shape_and_keeps_its_padding_row() -> None:
         torch.tensor([4, 5, 6]), torch.tensor([0, 1, 3])
     )
     assert torch.equal(ours(nested).values(), ours(torch.tensor([4, 5, 6])))
+    sequences = torch.nested.nested_tensor([ids[:1, 0], ids[1]], layout=torch.jagged)
+    padded = torch.nested.to_padded_tensor(ours(sequences), 0.0)
+    assert padded.shape == (2, 2, DIM)  # to the longest, as torch's
 
 
 def test_a_padding_row_that_the_weight_trains_is_seen_by_lookups() -> None:
