@@ -19,8 +19,8 @@ TREE := setup.py pyproject.toml README.md LICENSE persia cpp_extension_tools tes
 .SILENT: help
 
 help:  ## list the targets
-	sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @ 2>/dev/null \
-	  || sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1  \2/p' $(MAKEFILE_LIST)
+	sed -n 's/^\([a-z0-9-]*\):.*  ## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @ 2>/dev/null \
+	  || sed -n 's/^\([a-z0-9-]*\):.*  ## \(.*\)/  make \1  \2/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## build, install, and train a click model in embedded mode
 	@$(COMPILE)
@@ -140,12 +140,16 @@ compose-test:  ## the stack of compose.yaml: same bits, failures, chaos (needs D
 k8s-test: build  ## jobs on the cluster of KUBECONFIG, one for tests (PERSIA_TEST_CLUSTER=1)
 	$(PYTEST) -q tests/e2e/test_kubernetes.py
 
+.PHONY: k8s-chaos
+k8s-chaos: build k8s-images  ## containers killed, pods deleted, operator and API away, MINUTES=20
+	MINUTES=$(or $(MINUTES),20) SEED=$(or $(SEED),1) PERSIA_TEST_IMAGE=$(K8S_IMAGE) $(BIN)/python -m tests.k8s.chaos
+
 .PHONY: k8s-scale
 k8s-scale: build  ## 200 jobs of 20 pods on the same cluster: latency, memory and requests
 	$(BIN)/python -m tests.k8s.scale
 
 .PHONY: helm
-helm:  ## fetch Helm for tests/k8s/test_helm.py into build/helm
+helm:  ## fetch Helm for tests/e2e/test_helm_chart.py into build/helm
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --target build/helm 'helm-python-sdk==0.2.2'
 
 .PHONY: ray

@@ -78,12 +78,12 @@ def make_keys() -> dict[str, bytes]:
 
 
 def train(counts: dict[str, int], ranks: int) -> int:
-    """Run a job of so many processes of each role; returns its exit status."""
+    """Run a job with this number of processes of each role; returns its exit status."""
     keys = ray.put(make_keys())
     # Processors are counted for ranks only: all of a job have to run, or none gets on.
     actors = {
         role: [
-            Process.options(
+            Process.options(  # type: ignore[attr-defined]
                 num_cpus=ranks if role == "nn-worker" else 0, scheduling_strategy="SPREAD"
             ).remote(keys)
             for _ in range(count)

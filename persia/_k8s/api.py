@@ -75,7 +75,7 @@ class Api(Protocol):
     def each(
         self, api_version: str, kind: str, namespace: str | None = None, **query: str
     ) -> AsyncIterator[Object]:
-        """Yield the same; with a ``limit``, no more than so many are held at a time."""
+        """Yield the same; with a ``limit``, that is the most that are held at a time."""
         ...
 
 

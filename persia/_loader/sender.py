@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import signal
 import threading
 import time
 import traceback
@@ -311,10 +312,11 @@ class BatchSender:
     def fail(self, error: BaseException) -> None:
         """Report to the ranks that the script failed; wait only until they answer.
 
-        A failure of servers is not the script's: where a supervisor restarts this process it
-        goes on, and the ranks wait for it.
+        A failure of servers is not the script's, and neither is SIGTERM, as for a pod that is
+        evicted: where a supervisor starts this process again it goes on, and the ranks wait.
         """
-        is_healed = env.is_supervised() and isinstance(error, ServiceError)
+        is_stopped = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+        is_healed = env.is_supervised() and (is_stopped or isinstance(error, ServiceError))
         is_healed |= isinstance(error, StreamRewound)  # it is started again
         if self.job_status is not None or is_healed:
             return

@@ -20,7 +20,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
-MAKE = re.compile(r"(?:^|[`$(]\s*)make ([a-z][a-z-]*)", re.MULTILINE)
+MAKE = re.compile(r"(?:^|[`$(]\s*)make ([a-z][a-z0-9-]*)", re.MULTILINE)
 
 
 class Block(NamedTuple):
@@ -121,9 +121,9 @@ def test_yaml_blocks_are_what_the_loaders_take(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_make_targets_exist_and_links_lead_to_files(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.MULTILINE))
     text = page.read_text(encoding="utf-8")
-    named = set(re.findall(r"`make ([a-z][a-z-]*)", text))
+    named = set(re.findall(r"`make ([a-z][a-z0-9-]*)", text))
     for block in blocks(text):
         named |= set(MAKE.findall(block.text))
     assert named <= targets

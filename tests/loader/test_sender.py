@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import signal
 import threading
 from functools import partial
 from typing import Any
@@ -160,6 +161,7 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
     made = make_feeder(ranks, sent=1)
     with env.changed(PERSIA_SUPERVISED=1):  # it is started again if servers have failed
         made.fail(ServiceError("batch 3 is lost"))
+        made.fail(SystemExit(128 + signal.SIGTERM))  # its pod is evicted
     assert [(rank.failures, rank.streams[0].end) for rank in ranks] == [([], None)] * 2
     try:
         raise KeyError("no such file \ud800")
@@ -173,6 +175,18 @@ def test_the_failure_of_the_script_is_told(make_feeder: MakeFeeder) -> None:
         assert "test_sender.py" in failure
         assert failure.rstrip().endswith("KeyError: 'no such file \\ud800'")
         failure.encode()
+
+
+def test_a_script_that_is_stopped_has_failed_where_nothing_starts_it_again(
+    make_feeder: MakeFeeder,
+) -> None:
+    rank = FakeRank(0, 1)
+    make_feeder([rank], sent=1).fail(SystemExit(128 + signal.SIGTERM))
+    assert "SystemExit: 143" in rank.failures[0]
+    other = FakeRank(0, 1)
+    with env.changed(PERSIA_SUPERVISED=1):
+        make_feeder([other], sent=1).fail(SystemExit(3))
+    assert "SystemExit: 3" in other.failures[0]
 
 
 def test_a_failure_is_always_told(make_feeder: MakeFeeder, monkeypatch: Monkey) -> None:

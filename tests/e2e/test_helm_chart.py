@@ -20,6 +20,8 @@ from persia.version import __version__
 from tests.k8s.schemas import VERSIONS, check
 from tests.support.processes import ROOT
 
+pytestmark = pytest.mark.slow
+
 CHART = ROOT / "deploy" / "helm" / "persia"
 LIBRARY = ROOT / "build" / "helm"
 CHILD = Path(__file__).with_name("helm_child.py")
