@@ -299,6 +299,9 @@ state_directory = Variable(
 checkpoint_roots = Variable(
     "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "Folders and URLs below which checkpoints may lie."
 )
+kernel_roots = Variable(
+    "PERSIA_KERNEL_ROOTS", _FOLDERS, "Folders below which servers find kernels of users."
+)
 
 # What is observed.
 metrics_port = Variable(
