@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +16,15 @@ from numpy.typing import NDArray
 
 from persia import env
 from persia._core.base import cpu
+from persia._core.base.hashing import mix64_array
 from persia._core.kernels import native
 from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
+from persia.cpp_extension import get_kernels_include
 from persia.errors import ConfigError, KernelError
 from tests.support import kernels
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, run
 
 Floats = NDArray[np.float32]
 DIM = 8
@@ -163,3 +169,53 @@ def test_parameters_are_those_of_the_library() -> None:
         RowOptimizer(name, lr=0.1, guard=1.0)
     with pytest.raises(ConfigError, match="has not loaded its library"):
         RowOptimizer(name[:-1] + "x", lr=0.1)
+
+
+OUTSIDE = """
+# cython: language_level=3
+from persia._core.base.hashing cimport mix64
+from persia._core.base.types cimport uint64_t
+from persia._core.kernels.native cimport persia_block_t, persia_optimizer_t
+
+
+cdef int step(const persia_block_t *rows) noexcept nogil:
+    cdef size_t i, j
+    for i in range(rows.num_rows):
+        for j in range(rows.dim):
+            rows.values[i][j] -= <float> rows.lr * rows.grads[i][j]
+    return 0
+
+
+def stepped(float value, float gradient, double lr):
+    cdef float *values = &value
+    cdef const float *grads = &gradient
+    cdef persia_block_t rows
+    cdef persia_optimizer_t optimizer
+    rows.num_rows, rows.dim, rows.lr = 1, 1, lr
+    rows.values, rows.grads = &values, &grads
+    optimizer.step = step
+    optimizer.step(&rows)
+    return value
+
+
+def mixed(uint64_t x):
+    return mix64(x)
+"""
+
+
+def test_a_module_outside_of_the_tree_cimports_what_is_stable(tmp_path: Path) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "outside.pyx").write_text(OUTSIDE)
+    paths = [f"-I{get_kernels_include()}", f"-I{sysconfig.get_path('include')}"]
+    module = f"outside{sysconfig.get_config_var('EXT_SUFFIX')}"
+    commands: list[list[str]] = [
+        [sys.executable, "-m", "cython", "-3", "outside.pyx"],
+        ["cc", "-O1", "-shared", "-fPIC", *paths, "outside.c", "-o", module],
+        [sys.executable, "-c", "import outside as o; print(o.stepped(1, 2, 0.25), o.mixed(1))"],
+    ]
+    variables = env.of_child(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    for command in commands:
+        ended = run(*command, cwd=tmp_path, env=variables)
+        assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["0.5", str(mix64_array(np.array([1], np.uint64))[0])]
