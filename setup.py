@@ -81,7 +81,7 @@ def extensions(settings_file: Path) -> list[Extension]:
         Extension(
             ".".join(path.with_suffix("").parts),
             [str(path)],
-            include_dirs=[*map(str, FOLDERS), numpy.get_include()],
+            include_dirs=[*map(str, FOLDERS), str(PACKAGE / "include"), numpy.get_include()],
             depends=[*headers, str(settings_file)],
             define_macros=[*MACROS, *([("PERSIA_DEBUG", "1")] if DEBUG else [])],
             extra_compile_args=compile_flags(),

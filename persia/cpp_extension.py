@@ -22,7 +22,7 @@ from persia._build.builders import (
 )
 from persia._build.modules import load_module, load_prebuilt_or_build
 from persia._build.shared_library import compile_shared_library
-from persia.errors import ConfigError
+from persia.errors import ConfigError, ExtensionError
 
 if TYPE_CHECKING:
     from persia._build.setuptools_command import BuildPrebuilt as BuildPrebuilt
@@ -38,6 +38,7 @@ __all__ = [
     "compile_shared_library",
     "get_cpp_sources_list_from_folder",
     "get_default_cpp_cflags",
+    "get_kernels_include",
 ]
 
 if not TYPE_CHECKING:  # where any name would be taken for one
@@ -49,6 +50,11 @@ if not TYPE_CHECKING:  # where any name would be taken for one
 
             return BuildPrebuilt
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def get_kernels_include() -> str:
+    """Return the folder of ``persia_kernels.h``, the interface of kernels in servers."""
+    return str(Path(__file__).parent / "include")
 
 
 _SUFFIXES = (".c", ".cc", ".cpp", ".cu")
@@ -214,3 +220,41 @@ def cached_load_arcadia_extension(
         library_path=library_path_relative_to_arcadia_root,
         **options,
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check kernels of servers: ``python -m persia.cpp_extension check file.c``."""
+    import argparse
+
+    from persia._build import kernel_check
+
+    parser = argparse.ArgumentParser("python -m persia.cpp_extension")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser(
+        "check", help="whether a kernel does what persia_kernels.h says"
+    )
+    check.add_argument("sources", nargs="+", type=Path, help="in C or C++")
+    check.add_argument("--name", help="of the library; by default the first file's")
+    check.add_argument(
+        "--model", type=Path, help="a Python file with step(), the same in NumPy"
+    )
+    check.add_argument("--tolerance", type=float, default=1e-5, help="of a difference from it")
+    check.add_argument(
+        "--param", action="append", default=[], metavar="NAME=NUMBER", help="if not its default"
+    )
+    given = parser.parse_args(argv)
+    try:
+        params = {name: float(value) for name, value in (x.split("=", 1) for x in given.param)}
+        name = given.name or given.sources[0].stem
+        for line in kernel_check.check(
+            given.sources, name, given.model, given.tolerance, params
+        ):
+            print(line, flush=True)
+    except (ConfigError, ExtensionError, ValueError) as exc:
+        print(f"not passed: {exc}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

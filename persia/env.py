@@ -305,6 +305,9 @@ state_directory = Variable(
 checkpoint_roots = Variable(
     "PERSIA_CHECKPOINT_ROOTS", _FOLDERS, "Folders and URLs below which checkpoints may lie."
 )
+kernel_roots = Variable(
+    "PERSIA_KERNEL_ROOTS", _FOLDERS, "Folders below which servers find kernels of users."
+)
 # A trainer that is stopped, and started again.
 resume_from = Variable(
     "PERSIA_RESUME_FROM",

@@ -39,6 +39,10 @@ class DimMismatch(StoreError, ValueError):
     """
 
 
+class KernelError(StoreError):
+    """A kernel of a user failed for rows, which are as they were; names kernel and sign."""
+
+
 class NotConfigured(StoreError):
     """A training lookup or an update came before the optimizer or the settings."""
 

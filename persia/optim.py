@@ -29,9 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FTRL",
+    "LAMB",
     "SGD",
+    "AMSGrad",
+    "Adadelta",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Lion",
     "RMSprop",
     "RowwiseAdagrad",
@@ -250,6 +254,33 @@ class Adam(TableOptimizer):
 
     rows = of_rows.Adam
     dense = torch.optim.Adam
+
+
+class AMSGrad(TableOptimizer):
+    """AMSGrad; see ``persia.embedding.optim.AMSGrad``."""
+
+    rows = of_rows.AMSGrad
+    dense = functools.partial(torch.optim.Adam, amsgrad=True)
+
+
+class AdamW(TableOptimizer):
+    """Adam with decoupled weight decay; see ``persia.embedding.optim.AdamW``."""
+
+    rows = of_rows.AdamW
+    dense = torch.optim.AdamW
+
+
+class Adadelta(TableOptimizer):
+    """Adadelta; see ``persia.embedding.optim.Adadelta``."""
+
+    rows = of_rows.Adadelta
+    dense = torch.optim.Adadelta
+
+
+class LAMB(TableOptimizer):
+    """LAMB; see ``persia.embedding.optim.LAMB``."""
+
+    rows = of_rows.LAMB
 
 
 class SparseAdam(Adam):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.kernels.native import is_native
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.blocks import RowBlock
 from persia._files.manifest import Part
@@ -247,7 +248,11 @@ class _Match:
         ):
             if x != y:
                 self._differ(f"{what} of {name}", x, y)
-        if _restarts(before, after):
+        natives = [one for one in (before.optimizer, after.optimizer) if is_native(one)]
+        if natives and before.optimizer != after.optimizer:
+            # Another library of the same width may mean something else by each word.
+            self._differ(f"the optimizer of {name}", before.optimizer, after.optimizer)
+        elif _restarts(before, after):
             change = f"trained by {before.optimizer} and are by {after.optimizer}"
             if before.optimizer == after.optimizer:
                 # Another form of it, as with one sum for a row.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._build import kernel_library
 from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
@@ -224,6 +225,7 @@ def optimizers_of(
     schema: EmbeddingSchema, registered: OptimizerSettings, weight_bound: float
 ) -> list[RowOptimizer]:
     """Return how rows step, by table."""
+    kernel_library.need(registered.name)
     optimizers = []
     for table in schema.tables:
         name, options = registered.name, dict(registered.options)
@@ -232,6 +234,7 @@ def optimizers_of(
             name, options = own.resolve(name, options)
         try:
             optimizers.append(RowOptimizer(name, weight_bound, **options))
+            optimizers[-1].state_words(table.dim)  # refuses a dim that it cannot keep
         except ConfigError as exc:
             if own is None:
                 raise

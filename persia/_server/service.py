@@ -67,7 +67,7 @@ from persia._server.row_settings import (
 from persia._server.snapshot import Snapshots
 from persia._server.state_file import RECENT, StateFile, StateRecovery
 from persia.config import EmbeddingSchema, ParameterServerConfig, schema_fingerprint
-from persia.errors import ConfigError, DataTypeError, DimMismatch, StoreError
+from persia.errors import ConfigError, DataTypeError, DimMismatch, KernelError, StoreError
 from persia.logger import get_logger
 
 # A table of an update, with its optimizer at the update's rate, and the dtype of its rows.
@@ -578,21 +578,30 @@ def _apply(
     update_id: tuple[int, int],
     steps: Sequence[_Step],
 ) -> int:
-    """Step the rows; returns the number of signs without a row."""
+    """Step the rows; returns the number of signs without a row.
+
+    If a kernel of a user fails for a row, all others are stepped before that is raised.
+    """
     slot = tag = num_missing = 0
+    failure: KernelError | None = None
     if record is not None:
         slot, tag = record.begin(update_id, len(steps))
     for place, (part, optimizer, dtype) in enumerate(steps):
-        num_missing += store.update(
-            part.signs,
-            part.hints,
-            part.gradients,
-            optimizer,
-            dtype=dtype,
-            number=update_id[1],  # keys rounding: nothing that differs between servers
-            slot=slot,
-            tag=tag + place if slot else 0,
-        )
+        try:
+            num_missing += store.update(
+                part.signs,
+                part.hints,
+                part.gradients,
+                optimizer,
+                dtype=dtype,
+                number=update_id[1],  # keys rounding: nothing that differs between servers
+                slot=slot,
+                tag=tag + place if slot else 0,
+            )
+        except KernelError as exc:
+            failure = failure or exc
+    if failure is not None:
+        raise failure
     return num_missing
 
 

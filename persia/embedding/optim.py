@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from persia import _context_stack, _deprecated
-from persia._core.kernels.optim import complete
+from persia._build import kernel_library
+from persia._core.kernels.optim import RowOptimizer, complete
 from persia._rpc.messages import OptimizerSettings
 from persia.errors import ConfigError
 
@@ -24,10 +26,15 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "FTRL",
+    "LAMB",
     "SGD",
+    "AMSGrad",
+    "Adadelta",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Lion",
+    "Native",
     "Optimizer",
     "RMSprop",
     "RowwiseAdagrad",
@@ -118,6 +125,8 @@ class SGD(Optimizer):
         lr: Learning rate.
         momentum: Momentum factor; above 0 a row keeps one more vector.
         weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
+        nesterov: Nesterov's momentum, which must then be above 0; servers know it as an
+            optimizer of its own, ``nesterov``.
     """
 
     name = "sgd"
@@ -125,6 +134,27 @@ class SGD(Optimizer):
     lr: float
     momentum: float = 0.0
     weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def options(self) -> dict[str, float | bool]:
+        """Return every option by the name that servers know."""
+        options = super().options()
+        options.pop("nesterov")
+        return options
+
+    def settings(self) -> OptimizerSettings:
+        """Return the optimizer as it is sent to servers."""
+        if not isinstance(self.nesterov, bool):
+            raise ConfigError(f"sgd: nesterov must be True or False, got {self.nesterov!r}")
+        name = "nesterov" if self.nesterov else self.name
+        settings = OptimizerSettings(name, complete(name, self.options()))
+        if self.nesterov and settings.options["momentum"] == 0:
+            raise ConfigError("sgd: nesterov needs a momentum above 0, as 0.9")
+        return settings
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return text.replace(")", ", nesterov=True)") if self.nesterov else text
 
 
 @dataclass(eq=False, repr=False)
@@ -214,6 +244,72 @@ class RowwiseAdagrad(Adagrad):
         )
 
 
+class AMSGrad(Adam):
+    """AMSGrad, as ``torch.optim.Adam(amsgrad=True)``, counted per row as ``Adam`` is."""
+
+    name = "amsgrad"
+
+
+@dataclass(eq=False, repr=False)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW``, counted per row.
+
+    Args:
+        lr: Learning rate.
+        betas: Factors of the running means of the gradient and of its square, in [0, 1).
+        weight_decay: Decoupled: a step also takes ``lr * weight_decay`` of the value away,
+            from the rows that a batch meets.
+        eps: Added to the root of the second mean.
+    """
+
+    name = "adamw"
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 1e-2
+    eps: float = 1e-8
+
+
+@dataclass(eq=False, repr=False)
+class LAMB(Optimizer):
+    """LAMB (You et al. 2020), for which each row is a layer.
+
+    Adam's step and the decoupled decay together are made as long as ``lr`` times the row.
+
+    Args:
+        lr: Learning rate: the length of a step as a part of the row's.
+        betas: Factors of the running means of the gradient and of its square, in [0, 1).
+        weight_decay: Part of the row that is added to Adam's step.
+        eps: Added to the root of the second mean.
+    """
+
+    name = "lamb"
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0
+    eps: float = 1e-6
+
+
+@dataclass(eq=False, repr=False)
+class Adadelta(Optimizer):
+    """Adadelta, as ``torch.optim.Adadelta``.
+
+    Args:
+        lr: Factor of a step, which has the gradient's scale by itself.
+        rho: Factor of the running means of squares, in [0, 1).
+        eps: Added under both roots.
+        weight_decay: L2 penalty, added to the gradient of the rows that a batch meets.
+    """
+
+    name = "adadelta"
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0
+
+
 class RowwiseAdam(Adam):
     """Adam with one second moment per row, of the mean square over its values.
 
@@ -286,3 +382,85 @@ class Lion(Optimizer):
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0
+
+
+# Dims at which the state that a script expects is compared with the library's.
+_COMPARED_DIMS = (1, 2, 3, 8, 16, 64, 100)
+
+
+class Native(Optimizer):
+    """An optimizer of the user's own, in C or C++ by the header ``persia_kernels.h``.
+
+    Sources are compiled by the C compiler of this machine, once, and kept as
+    ``persia.cpp_extension`` keeps modules. Servers of their own find the library below their
+    PERSIA_KERNEL_ROOTS, and load it if it has the sha256 of the one here.
+
+    Args:
+        source: A file or several, or the .so that one was compiled to.
+        name: What checkpoints and messages name it by, an identifier; by default the file's.
+        state: Words of 4 bytes that a row of a dim keeps, if that is to be compared with what
+            the library says, such as ``lambda dim: 2 * dim + 1``.
+        params: Parameters that the library has, if not its defaults.
+        lr: Learning rate.
+        guard: Whether rows for which the kernel fails are put back, which takes a copy of each
+            row before its step. Without it they are reported as well, but are as the kernel
+            left them.
+
+    Raises:
+        ConfigError: If an argument cannot be used, or the library keeps another state.
+        ExtensionError: If it cannot be compiled, or is not what the header says.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        *,
+        name: str | None = None,
+        state: Callable[[int], int] | None = None,
+        params: Mapping[str, float] | None = None,
+        lr: float = 1e-2,
+        guard: bool = True,
+    ) -> None:
+        sources = [source] if isinstance(source, (str, Path)) else list(source)
+        if not sources:
+            raise ConfigError("Native: expected a source or a .so, got no file")
+        kernel = Path(sources[0]).stem if name is None else name
+        if not kernel.isidentifier() or not kernel.isascii():
+            raise ConfigError(f"Native: name must be an identifier in ASCII, got {kernel!r}")
+        path = Path(sources[0])
+        if path.suffix != ".so" or len(sources) > 1:
+            path = kernel_library.compile_kernels(sources, kernel)
+        self._library = path
+        self._optimizer = kernel_library.load_file(path, kernel)
+        self.lr, self.guard = lr, guard
+        self.params = dict(params or {})
+        self.__post_init__()
+        if state is not None:
+            self._compare(state)
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        """Take a list of files, which the others refuse."""
+        return object.__new__(cls)
+
+    @property
+    def library(self) -> Path:
+        """The compiled library: the file that servers of their own need."""
+        return self._library
+
+    def options(self) -> dict[str, float | bool]:
+        """Return the learning rate, the guard and the parameters that were given."""
+        return {"lr": self.lr, "guard": self.guard, **self.params}
+
+    def settings(self) -> OptimizerSettings:
+        """Return the optimizer as it is sent to servers."""
+        return OptimizerSettings(self._optimizer, complete(self._optimizer, self.options()))
+
+    def _compare(self, state: Callable[[int], int]) -> None:
+        optimizer = RowOptimizer(self._optimizer, **self.options())
+        for dim in _COMPARED_DIMS:
+            words = optimizer.state_words(dim)
+            if state(dim) != words:
+                raise ConfigError(
+                    f"Native: state: expected {state(dim)} words for dim {dim}, the library "
+                    f"{self._library.name} keeps {words}"
+                )

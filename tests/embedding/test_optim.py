@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +17,22 @@ from persia.compat import find
 from persia.embedding import optim
 from persia.embedding.optim import (
     FTRL,
+    LAMB,
     SGD,
+    Adadelta,
     Adagrad,
     Adam,
+    AdamW,
+    AMSGrad,
     Lion,
+    Native,
     Optimizer,
     RMSprop,
     RowwiseAdagrad,
     RowwiseAdam,
 )
 from persia.errors import ConfigError
+from tests.support import kernels
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,10 @@ from persia.errors import ConfigError
         (RMSprop(1, 0.2, 3, 4, 5), {"lr": 1, "alpha": 0.2, "eps": 3, "momentum": 5}),
         (FTRL(1, 2, 3, 5, 4), {"lr": 1, "l1": 2, "l2": 3, "beta": 5}),
         (Lion(1, (0.2, 0.3), 4), {"lr": 1, "beta1": 0.2, "beta2": 0.3}),
+        (AdamW(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (AMSGrad(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (LAMB(1, (0.2, 0.3), 4, 5), {"lr": 1, "beta1": 0.2, "beta2": 0.3, "eps": 5}),
+        (Adadelta(1, 0.2, 3, 4), {"lr": 1, "rho": 0.2, "eps": 3}),
         (
             Adagrad(1, 2, 4, 3, 5, True, True),
             {
@@ -61,7 +72,18 @@ def test_rowwise_adagrad_is_adagrad_with_one_sum_per_row() -> None:
     assert RowwiseAdagrad().settings() == Adagrad(vectorwise_shared=True).settings()
 
 
-OF_BETAS: tuple[Any, ...] = (RowwiseAdam, Lion)
+def test_nesterov_is_an_optimizer_of_its_own_for_servers() -> None:
+    optimizer = SGD(0.1, momentum=0.9, weight_decay=0.5, nesterov=True)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    assert optimizer.settings() == OptimizerSettings("nesterov", options)
+    assert repr(optimizer) == "SGD(lr=0.1, momentum=0.9, weight_decay=0.5, nesterov=True)"
+    with pytest.raises(ConfigError, match="nesterov needs a momentum above 0"):
+        SGD(0.1, nesterov=True)
+    with pytest.raises(ConfigError, match="nesterov must be True or False, got 1"):
+        SGD(0.1, momentum=0.9, nesterov=1)  # type: ignore[arg-type]
+
+
+OF_BETAS: tuple[Any, ...] = (RowwiseAdam, Lion, AdamW, AMSGrad, LAMB)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +142,11 @@ def test_an_option_cannot_change_where_the_servers_have_it(
 
 
 @pytest.mark.parametrize(
-    "optimizer", [SGD(lr=0.1), Adam(), Adagrad(), RowwiseAdam(), RMSprop(), FTRL(), Lion()]
+    "optimizer",
+    [
+        *(SGD(lr=0.1), Adam(), Adagrad(), RowwiseAdam(), RMSprop(), FTRL(), Lion()),
+        *(AdamW(), AMSGrad(), LAMB(), Adadelta()),
+    ],
 )
 def test_the_core_takes_the_settings_and_has_their_defaults(optimizer: Optimizer) -> None:
     settings = optimizer.settings()
@@ -150,3 +176,28 @@ def test_a_script_of_old_names_is_warned_of_the_new_default(
     (record,) = caplog.records
     assert "persia.sparse.optim.Adagrad" in record.getMessage()
     assert "initial_accumulator_value=0, as torch's does" in record.getMessage()
+
+
+def test_a_native_optimizer_names_its_library() -> None:
+    path = kernels.library("adagrad")
+    optimizer = Native(
+        kernels.FOLDER / "adagrad.c", state=lambda dim: dim, params={"eps": 0.5}, lr=0.2
+    )
+    settings = optimizer.settings()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (settings.name, optimizer.library) == (f"native:adagrad:{digest}", path)
+    assert settings.options == {
+        "lr": 0.2,
+        "guard": True,
+        "eps": 0.5,
+        "initial_accumulator_value": 0.0,
+        "weight_decay": 0.0,
+    }
+    assert Native(path).settings().name == settings.name
+    assert Native([path], name="other").settings().name == f"native:other:{digest}"
+    with pytest.raises(ConfigError, match="expected 3 words for dim 1, the library"):
+        Native(path, state=lambda dim: 2 * dim + 1)
+    with pytest.raises(ConfigError, match="has no option 'epps', did you mean 'eps'"):
+        Native(path, params={"epps": 1.0})
+    with pytest.raises(ConfigError, match="name must be an identifier in ASCII, got 'a-b'"):
+        Native(path, name="a-b")

@@ -16,6 +16,7 @@ from persia._files.schema import SavedSchema
 from persia.config import EmbeddingSchema
 from persia.errors import CheckpointError, ConfigError
 from tests.files.support import block, parts_of
+from tests.support import kernels
 
 OLD: dict[str, Any] = {
     "slots_config": {
@@ -143,3 +144,18 @@ def test_a_sign_of_no_group_is_an_error() -> None:
     for strange in (5, sign(3, 5), sign(2, 5)):
         with pytest.raises(CheckpointError, match="is of no group of table0"):
             apply(mapping, "table0", block([sign(0, 1), strange]))
+
+
+def test_rows_of_another_library_of_kernels_are_refused_by_its_name() -> None:
+    one, other = kernels.load("faulty"), kernels.load("faulty", "-DTAG=3")
+    schema = EmbeddingSchema.load(OLD)
+
+    def of(name: str) -> SavedSchema:
+        options = {} if name == "adagrad" else {"lr": 0.1}
+        return SavedSchema.of(schema, [RowOptimizer(name, **options) for _ in schema.tables])
+
+    assert Mapping.between(of(one), of(one)).notes == ()
+    for before, after in ((one, other), (one, "adagrad"), ("adagrad", one)):
+        message = f"the optimizer of feature group .* is {before} in the checkpoint and {after}"
+        with pytest.raises(ConfigError, match=message):
+            Mapping.between(of(before), of(after))

@@ -15,6 +15,7 @@ from tests.support.processes import run
 TWICE = {"ParameterServer", "EmbeddingWorker"}
 # Settings of an optimizer of rows, and the optimizer of torch's kind that has them.
 TWICE |= {"SGD", "Adagrad", "Adam", "RMSprop", "FTRL", "Lion", "RowwiseAdagrad", "RowwiseAdam"}
+TWICE |= {"AMSGrad", "Adadelta", "AdamW", "LAMB"}
 # Folders of tests that mirror no folder of the package.
 FREE = {
     *("benchmarks", "compat", "compose", "distributed", "docs", "e2e", "examples", "faults"),

@@ -19,6 +19,7 @@ from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia._server.state_file import StateFile
 from tests.core.stores import entries, new_store, train
+from tests.support import kernels
 
 INITIALIZER = Initializer("uniform", lower=-1.0, upper=1.0)
 NUM_SHARDS = 2
@@ -28,9 +29,12 @@ POLICIES = (("lru", "steps", 40),)
 class Case:
     """One kind of rows, and the requests on them."""
 
-    def __init__(self, dtype: str, dim: int, optimizer: str, ttl: bool) -> None:
+    def __init__(
+        self, dtype: str, dim: int, optimizer: str, ttl: bool, twin: str | None = None
+    ) -> None:
         self.dtype, self.dim = dtype, dim
         self.optimizer = RowOptimizer(optimizer, 10.0, lr=0.1)
+        self.twins = RowOptimizer(twin or optimizer, 10.0, lr=0.1)  # whose bytes are expected
         self.kind: dict[str, Any] = {"policy": 1 if ttl else 0, "dtype": dtype}
         random = np.random.default_rng(dim)
         self.requests = [
@@ -47,6 +51,11 @@ class Case:
         own: dict[str, Any] = {"seed": 7, "policies": POLICIES, "sketch_bytes": 4096}
         own |= {"num_shards": NUM_SHARDS, "state_file": file, "attach": attach}
         return new_store(200, self.optimizer, **own)
+
+    def twin(self) -> EmbeddingStore:
+        """A store that nothing happens to."""
+        own: dict[str, Any] = {"seed": 7, "policies": POLICIES, "sketch_bytes": 4096}
+        return new_store(200, self.twins, num_shards=NUM_SHARDS, **own)
 
     def step(self, store: EmbeddingStore, number: int) -> None:
         """One request: a lookup, its update, a write, a delete, in turn."""
@@ -101,7 +110,7 @@ def crashes(case: Case, path: Path, point: int, first: int) -> bool:
     state = StateFile(path, NUM_SHARDS)
     assert state.problem is None, state.problem
     store = case.store(state, attach=True)
-    twin = case.store()
+    twin = case.twin()
     for number in range(case.num_steps):
         case.step(twin, number)
     for number in range(num_done, case.num_steps):
@@ -121,6 +130,7 @@ def main(directory: str, stride: str) -> None:
         Case("float32", 4, "adagrad", ttl=False),
         Case("float16", 6, "adam", ttl=True),
         Case("float32", 8, "sgd", ttl=True),
+        Case("float32", 8, kernels.load("adagrad"), ttl=False, twin="adagrad"),
     ):
         path.unlink(missing_ok=True)
         point = 1

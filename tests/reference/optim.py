@@ -45,7 +45,18 @@ def state_words(name: str, options: dict[str, float], dim: int) -> int:
         return 1 if options["vectorwise_shared"] else dim
     if name == "rmsprop":
         return 2 * dim if options["momentum"] else dim
-    return {"adam": 2 * dim + 1, "rowwise_adam": dim + 2, "ftrl": 2 * dim, "lion": dim}[name]
+    vectors, words = {
+        "adam": (2, 1),
+        "rowwise_adam": (1, 2),
+        "ftrl": (2, 0),
+        "lion": (1, 0),
+        "nesterov": (1, 0),
+        "adadelta": (2, 0),
+        "adamw": (2, 1),
+        "amsgrad": (3, 1),
+        "lamb": (2, 1),
+    }[name]
+    return vectors * dim + words
 
 
 def new_state(name: str, options: dict[str, float], dim: int) -> Floats:
@@ -64,7 +75,7 @@ def step(
     """One step of one row; returns its new values and state."""
     f = {key: F32(value) for key, value in options.items()}
     g = gradient
-    if options["weight_decay"] and name != "lion":
+    if options["weight_decay"] and name not in ("lion", "adamw", "lamb"):
         g = g + f["weight_decay"] * values
     if name == "sgd":
         if options["momentum"]:
@@ -85,6 +96,13 @@ def step(
         values, state = rmsprop(options, f, values, state, g)
     elif name == "lion":
         values, state = lion(options, f, values, state, g)
+    elif name == "nesterov":
+        state = f["momentum"] * state + g
+        values = values - f["lr"] * (g + f["momentum"] * state)
+    elif name == "adadelta":
+        values, state = adadelta(options, f, values, state, g)
+    elif name in ("adamw", "amsgrad", "lamb"):
+        values, state = of_moments(name, options, f, values, state, g)
     else:
         rest = F32(1.0 - options["beta2"])
         squares = rest * mean_square(g) if name == "rowwise_adam" else rest * g * g
@@ -111,6 +129,52 @@ def adam(
     values = values - step_size * m / (np.sqrt(v) * inverse_root + f["eps"])
     word = np.array([count], np.uint32).view(np.float32)
     return values, np.concatenate([m, v, word])
+
+
+def adadelta(
+    options: dict[str, float], f: dict[str, F32], values: Floats, state: Floats, g: Floats
+) -> tuple[Floats, Floats]:
+    squares, steps = np.split(state, 2)
+    rest = F32(1.0 - options["rho"])
+    squares = f["rho"] * squares + rest * g * g
+    move = np.sqrt(steps + f["eps"]) / np.sqrt(squares + f["eps"]) * g
+    steps = f["rho"] * steps + rest * move * move
+    return values - f["lr"] * move, np.concatenate([squares, steps])
+
+
+def of_moments(
+    name: str,
+    options: dict[str, float],
+    f: dict[str, F32],
+    values: Floats,
+    state: Floats,
+    g: Floats,
+) -> tuple[Floats, Floats]:
+    """AdamW, AMSGrad and LAMB: Adam's moments and count, and what is theirs."""
+    dim = len(values)
+    count = min(int(state[-1:].view(np.uint32)[0]) + 1, 2**32 - 1)
+    correction = 1.0 - power(options["beta1"], count)
+    inverse_root = F32(1.0 / math.sqrt(1.0 - power(options["beta2"], count)))
+    step_size = F32(options["lr"] / correction)
+    m = f["beta1"] * state[:dim] + F32(1.0 - options["beta1"]) * g
+    v = f["beta2"] * state[dim : 2 * dim] + F32(1.0 - options["beta2"]) * g * g
+    kept = [m, v]
+    if name == "amsgrad":
+        largest = np.maximum(state[2 * dim : 3 * dim], v)
+        kept.append(largest)
+        values = values - step_size * m / (np.sqrt(largest) * inverse_root + f["eps"])
+    elif name == "adamw":
+        left = F32(1.0 - options["lr"] * options["weight_decay"])
+        values = left * values - step_size * m / (np.sqrt(v) * inverse_root + f["eps"])
+    else:
+        move = m * F32(1.0 / correction) / (np.sqrt(v) * inverse_root + f["eps"])
+        if options["weight_decay"]:
+            move = move + f["weight_decay"] * values
+        size, moved = np.sqrt(mean_square(values)), np.sqrt(mean_square(move))
+        trust = size / moved if size > 0 and moved > 0 else F32(1)
+        values = values - f["lr"] * trust * move
+    word = np.array([count], np.uint32).view(np.float32)
+    return values, np.concatenate([*kept, word])
 
 
 def rmsprop(

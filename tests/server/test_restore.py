@@ -12,14 +12,21 @@ import numpy as np
 import pytest
 
 from persia._files import catalog
-from persia._files.parts import take
+from persia._files.parts import read_part, take
 from persia._files.storage import LocalStorage
-from persia._rpc.messages import LoadRequest, LookupRequest, PooledOutput, WriteRequest
+from persia._rpc.messages import (
+    LoadRequest,
+    LookupRequest,
+    OptimizerSettings,
+    PooledOutput,
+    WriteRequest,
+)
 from persia._server import restore
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
 from persia.errors import CheckpointError, ConfigError, PersiaError, ServiceBusy
+from tests.support import kernels
 from tests.support.fixtures import Monkey
 from tests.support.saving import (
     Slow,
@@ -59,6 +66,53 @@ def test_w19_w33_reshard(dumped: Trained, tmp_path: Path, count: int, num_thread
     other = make_worker(fresh)
     assert load(other, tmp_path) == []
     assert_alike(dumped, (other, fresh), 3, 3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_adagrad_of_a_user_has_the_bytes_of_the_built_in(tmp_path: Path, count: int) -> None:
+    """Trained, evicted, dumped, loaded by other servers, trained on; changes as well."""
+    options = {"lr": 0.1, "initial_accumulator_value": 1e-8}
+    native = OptimizerSettings(kernels.load("adagrad"), options)
+    built_in, ours = (
+        (make_worker(servers), servers)
+        for servers in (make_servers(count, optimizer=one) for one in (ADAGRAD, native))
+    )
+    assert_alike(built_in, ours, 0, 3)
+    dump(ours[0], tmp_path)
+    fresh = make_servers(3, optimizer=native)
+    other = make_worker(fresh)
+    assert load(other, tmp_path) == []
+    assert_alike(built_in, (other, fresh), 3, 2)
+    refused = make_worker(make_servers(1, optimizer=ADAGRAD))
+    with pytest.raises(CheckpointError, match=r"optimizer of .* is native:adagrad:\w{64} in "):
+        load(refused, tmp_path)
+
+
+def test_adagrad_of_a_user_evicts_and_writes_changes_as_the_built_in(tmp_path: Path) -> None:
+    options = {"lr": 0.1, "initial_accumulator_value": 1e-8}
+    native = OptimizerSettings(kernels.load("adagrad"), options)
+    found = []
+    for number, optimizer in enumerate((ADAGRAD, native)):
+        folder = tmp_path / str(number)
+        changes = {
+            "enable_incremental_update": True,
+            "incremental_dir": str(folder),
+            "capacity": 100,
+            "num_hashmap_internal_shards": 1,
+        }
+        (server,) = make_servers(1, optimizer=optimizer, **changes)
+        worker = make_worker([server])
+        for step in range(3):
+            train(worker, step, 1)
+            server.flush_changes()
+        assert server.stats()["evicted"] > 0
+        storage = LocalStorage(folder / "s0")
+        parts = [part for one in catalog.chain(storage) for part in one.parts]
+        found.append(
+            (rows_of([server]), [read_part(storage, part).states.tolist() for part in parts])
+        )
+        server.close()
+    assert found[0] == found[1]
 
 
 def test_a_load_by_feature_keeps_all_others(dumped: Trained, tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from persia._rpc.messages import (
 )
 from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig, tables_at_rate
-from persia.errors import ConfigError, DimMismatch
+from persia.errors import ConfigError, DimMismatch, KernelError, StoreError
 from tests.reference import optim as model
+from tests.support import kernels
 from tests.support.services import (
     ADAGRAD,
     ADAM,
@@ -266,3 +267,44 @@ def test_a_group_by_frequency_keeps_what_is_used_often() -> None:
         server.train("a", range(first, first + 50))
     assert all(server.held("a", range(32)))
     assert server.server.stats()["evicted_lfu"] == 900 + 32 - 64
+
+
+def test_a_kernel_that_fails_for_a_row_leaves_the_others_of_all_tables_stepped() -> None:
+    (server,) = make_servers(
+        1, schema_with({}), optimizer=OptimizerSettings(kernels.load("faulty"), {"lr": 0.5})
+    )
+    signs = np.concatenate([signs_of("a"), signs_of("b")])
+    parts = (TableSigns(0, signs),)
+    server.lookup(LookupRequest(0, True, parts))
+    (before,) = server.read_embedding(parts)
+    gradients = np.ones((len(signs), DIM), np.float32)
+    gradients[1, 0] = 100.0
+    update = UpdateRequest((0, 0), (TableGradients(0, signs, None, gradients),))
+    with pytest.raises(KernelError, match=f"{int(signs[1]):#018x}"):
+        server.update(update)
+    (after,) = server.read_embedding(parts)
+    failed = np.arange(len(signs)) == 1
+    np.testing.assert_array_equal(after.values[failed], before.values[failed])
+    np.testing.assert_array_equal(after.values[~failed], before.values[~failed] - 0.5)
+    with pytest.raises(StoreError, match="failed half way and is not run again"):
+        server.update(update)
+
+
+def test_a_kernel_that_fails_in_one_table_lets_the_others_step() -> None:
+    (server,) = make_servers(
+        1, SCHEMA, optimizer=OptimizerSettings(kernels.load("faulty"), {"lr": 0.5})
+    )
+    names = ("a", "own")
+    parts = tuple(TableSigns(TABLES[name], signs_of(name)) for name in names)
+    server.lookup(LookupRequest(0, True, parts))
+    before = server.read_embedding(parts)
+    bad, good = np.full((3, DIM), 200, np.float32), np.ones((3, DIM), np.float32)
+    steps = [
+        TableGradients(part.table, part.signs, None, gradients)
+        for part, gradients in zip(parts, (bad, good), strict=True)
+    ]
+    with pytest.raises(KernelError, match=r"returned the error 7, .*; 3 rows"):
+        server.update(UpdateRequest((0, 0), tuple(steps)))
+    after = server.read_embedding(parts)
+    np.testing.assert_array_equal(after[0].values, before[0].values)
+    assert (after[1].values != before[1].values).all()

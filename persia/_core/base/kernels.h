@@ -20,15 +20,15 @@
 #include <cpuid.h>
 #endif
 
+#include "persia_kernels.h"
+
 #define PERSIA_INLINE static inline __attribute__((always_inline))
 
-/* Stands before a loop over a row. gcc peels a loop of 8 or 16 rounds into scalars before its
- * vectoriser sees it, and then cannot prove that the rows are apart (half the speed). */
+/* PERSIA_ROW_LOOP stands before a loop over a row. gcc peels a loop of 8 or 16 rounds into scalars
+ * before its vectoriser sees it, and then cannot prove that the rows are apart (half the speed). */
 #if defined(__clang__)
-#define PERSIA_ROW_LOOP
 #define PERSIA_SAME_OR_APART
 #else
-#define PERSIA_ROW_LOOP _Pragma("GCC unroll 1")
 /* The same for rows that are one row or have nothing in common. */
 #define PERSIA_SAME_OR_APART _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 #endif
@@ -134,13 +134,32 @@ typedef struct {
     double lr_exact, beta1_exact, beta2_exact; /* for step counts beyond the table */
     const persia_correction_t *corrections;    /* [num_corrections], entry t - 1 for count t */
     uint32_t num_corrections;
+    /* Of a kernel that has the interface of persia_kernels.h; otherwise NULL. */
+    const persia_optimizer_t *native;
+    int (*const *native_steps)(const persia_block_t *rows); /* [PERSIA_NUM_LEVELS] */
+    const double *native_params;
+    const uint32_t *native_widths; /* of state, by dim up to the largest */
+    const char *native_name;
+    int is_trusted;                /* it cannot fail */
+    int is_guarded;                /* rows are kept, to be put back if it fails for them */
 } persia_optim_t;
+
+/* What a call of a step is about, and what became of it. */
+typedef struct {
+    uint64_t number;       /* of the update */
+    uint32_t num_failed;   /* rows that are as they were, because the kernel failed */
+    uint32_t first_failed; /* place of the first of them */
+    int code;              /* that the kernel returned for it, or PERSIA_WROTE_NAN */
+} persia_call_t;
+
+#define PERSIA_WROTE_NAN INT32_MIN
+#define PERSIA_NO_MEMORY (INT32_MIN + 1)
 
 /* Steps n rows. values[i] is row i's embedding (dim floats); states[i] its state, which is right
  * behind the embedding where `states` is NULL; grads[i] is its gradient (dim floats). None of
  * them overlap. */
 typedef void (*persia_step_t)(
     float *const *values, float *const *states, const float *const *grads, size_t n, size_t dim,
-    const persia_optim_t *settings);
+    const persia_optim_t *settings, persia_call_t *call);
 
 #endif

@@ -13,6 +13,12 @@ every thread and shard. The state words of a row (4 bytes each):
     rmsprop, momentum > 0            2 dim      and a velocity, from 0
     ftrl                             2 dim      z (see the kernel) and sum of squares, from 0
     lion                             dim        m, from 0
+    nesterov                         dim        velocity, from 0
+    adadelta                         2 dim      mean squares of gradients and of steps, from 0
+    adamw, lamb                      2 dim + 1  as adam
+    amsgrad                          3 dim + 1  as adam, and the largest v, before the count
+
+The last five, and those of users (see ``native``), have the interface of persia_kernels.h.
 """
 
 import copyreg
@@ -21,14 +27,28 @@ import math
 
 import numpy as np
 
-from persia.errors import ConfigError, DataError, did_you_mean
+from persia._core.kernels.native import is_native
+from persia.errors import ConfigError, DataError, KernelError, did_you_mean
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from persia._core.base.cpu cimport isa_level
-from persia._core.base.types cimport uint32_t
+from persia._core.base.types cimport uint32_t, uint64_t
+from persia._core.kernels.native cimport MAX_WIDTH, NO_WIDTH, library_of, persia_optimizer_t
+
+cdef extern from "native_kernels.h" nogil:
+    enum:
+        PERSIA_WROTE_NAN
+        PERSIA_NO_MEMORY
+    const persia_step_t *persia_native_steps
+    const persia_step_t *persia_trusted_steps
+    void persia_watch_crashes() noexcept
+
+cdef extern from "own_kernels.h" nogil:
+    const persia_optimizer_t *persia_use_own(
+        persia_optim_t *settings, const char *name) noexcept
 
 cdef extern from "optim_kernels.h" nogil:
     enum:
@@ -65,6 +85,8 @@ cdef double NEGLIGIBLE = 2.0 ** -54
 
 # Largest dim, the store's: a row with Adam's state, 768 KiB here, must fit its chunk of 2 MiB.
 MAX_DIM = 1 << 16
+cdef enum:
+    _LARGEST_DIM = 1 << 16
 
 # name -> option -> default; None is an option without default.
 OPTIONS = {
@@ -85,12 +107,18 @@ OPTIONS = {
     "rmsprop": {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
     "ftrl": {"lr": 0.1, "l1": 0.0, "l2": 0.0, "beta": 1.0, "weight_decay": 0.0},
     "lion": {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0},
+    # The parameters of own_kernels.h, behind the learning rate in their order.
+    "nesterov": {"lr": None, "momentum": 0.9, "weight_decay": 0.0},
+    "adadelta": {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    "adamw": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2},
+    "amsgrad": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
+    "lamb": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0},
 }
 
 # Factors of running means.
-_BELOW_ONE = ("beta1", "beta2", "alpha")
+_BELOW_ONE = ("beta1", "beta2", "alpha", "rho")
 # Their divisor is of running means alone, from 0.
-_FADING = ("adam", "rowwise_adam", "rmsprop")
+_FADING = ("adam", "rowwise_adam", "rmsprop", "adadelta", "adamw", "amsgrad", "lamb")
 
 
 def unknown(what, name, known):
@@ -143,6 +171,8 @@ def with_defaults(owner, options, defaults):
 
 def complete(name, options):
     """The options of optimizer ``name`` with defaults filled in, each checked."""
+    if is_native(name):
+        return complete_native(name, options)
     if name not in OPTIONS:
         raise unknown("optimizer", name, OPTIONS)
     complete_options = {
@@ -171,6 +201,32 @@ def complete(name, options):
                 "initial_accumulator_value must be above 0; the original's is 0.01"
             )
     return complete_options
+
+
+def complete_native(name, options):
+    """The learning rate and the parameters of a user's kernel, which has no bounds for them."""
+    cdef NativeLibrary library = library_of(name)
+    values = with_defaults(name, options, {"lr": None, "guard": True, **library.params})
+    found = {option: number(name, option, values[option]) for option in library.params}
+    return {
+        "lr": checked(name, "lr", values["lr"], 0.0),
+        "guard": checked(name, "guard", values["guard"], True),
+        **found,
+    }
+
+
+cdef str failure_text(int code):
+    if code == PERSIA_WROTE_NAN:
+        return "wrote a NaN into a row that had none, by a gradient that had none"
+    if code == PERSIA_NO_MEMORY:
+        return "was not called, as there is no memory for a copy of the row"
+    return f"returned the error {code}"
+
+
+cdef str failed_rows(uint64_t count, bint is_guarded):
+    """What became of rows for which a kernel failed."""
+    left = "as they were" if is_guarded else "as the kernel left them"
+    return f"{count} rows are {left}, all others took their step"
 
 
 cdef int kind_of(str name, dict options) except -1:
@@ -234,9 +290,21 @@ cdef class RowOptimizer:
         self.name = name
         self.weight_bound = number(name, "weight_bound", weight_bound)
         self.settings.weight_bound = self.weight_bound if self.weight_bound > 0 else INFINITY
+        self.settings.lr = self.settings.lr_exact = self.options["lr"]
+        cdef bytes plain_name = name.encode()
+        if is_native(name):
+            self.library = library_of(name)
+            self.settings.native = self.library.optimizer
+            self.settings.native_name = self.library.label
+            self.settings.is_guarded = self.options["guard"]
+            self._fill_native()
+            persia_watch_crashes()
+            return
+        if persia_use_own(&self.settings, plain_name) != NULL:
+            self._fill_native()
+            return
         self.settings.kind = kind_of(name, self.options)
         given = self.options.get
-        self.settings.lr = self.settings.lr_exact = self.options["lr"]
         self.settings.weight_decay = self.options["weight_decay"]
         self.settings.momentum = given("momentum", 0.0)
         self.settings.eps = given("eps", 0.0)
@@ -255,6 +323,18 @@ cdef class RowOptimizer:
         self.settings.beta2_exact = beta2
         if name in ("adam", "rowwise_adam"):
             self._fill_corrections(beta1, beta2)
+
+    def _fill_native(self):
+        # The options behind the learning rate are the parameters, in their order.
+        params = tuple(
+            value for option, value in self.options.items() if option not in ("lr", "guard"))
+        self._params = np.array([*params, 0.0])
+        self._widths = (
+            _own_widths(self.name) if self.library is None else self.library.widths(params))
+        cdef double[::1] params_view = self._params
+        cdef const uint32_t[::1] widths_view = self._widths
+        self.settings.native_params = &params_view[0]
+        self.settings.native_widths = &widths_view[0]
 
     def _fill_corrections(self, beta1, beta2):
         # The table is this object's: ``settings`` points into it for as long as the object
@@ -281,36 +361,54 @@ cdef class RowOptimizer:
 
     cdef uint32_t state_width(self, uint32_t dim) noexcept nogil:
         cdef const persia_kernel_t *kernel = &persia_kernels[self.settings.kind]
+        if self.settings.native != NULL:
+            return self.settings.native_widths[dim] if dim <= _LARGEST_DIM else NO_WIDTH
         return kernel.vectors * dim + kernel.words
 
     cdef void fill_state(self, float *state, uint32_t dim) noexcept nogil:
         """Write the state of a row that was never stepped: ``state_width(dim)`` words."""
         cdef uint32_t i
+        if self.settings.native != NULL and self.settings.native.init != NULL:
+            self.settings.native.init(state, dim, self.settings.native_params)
+            return
         # Zero except for Adagrad; a count of 0 and 0.0f have the same bits.
         for i in range(self.state_width(dim)):
             state[i] = self.settings.initial_accumulator
 
     cdef persia_step_t step(self) noexcept nogil:
+        if self.settings.is_trusted:
+            return persia_trusted_steps[isa_level()]
+        if self.settings.native != NULL:
+            return persia_native_steps[isa_level()]
         return persia_kernels[self.settings.kind].steps[isa_level()]
 
     def state_words(self, dim):
         """Number of 4-byte words of state behind a row of ``dim`` floats."""
-        return self.state_width(dim)
+        width = self.state_width(dim)
+        if width == NO_WIDTH:
+            raise ConfigError(
+                f"optimizer {self.name}: for dim {dim} it keeps more than {MAX_WIDTH} words of "
+                "state")
+        return width
 
     def new_state(self, dim):
         """State u32 [state_words(dim)] of a row that was never stepped, as words."""
         cdef uint32_t size = dim
-        words = np.empty(self.state_width(size), dtype=np.uint32)
+        words = np.zeros(self.state_words(size), dtype=np.uint32)
         cdef uint32_t[::1] view = words
         if view.shape[0]:
             self.fill_state(<float *>&view[0], size)
         return words
 
-    def step_rows(self, float[:, ::1] values not None, const float[:, ::1] grads not None):
+    def step_rows(
+        self, float[:, ::1] values not None, const float[:, ::1] grads not None, *,
+        uint64_t number=0
+    ):
         """Step rows f32 [n, dim + state_words(dim)] in place by gradients f32 [n, dim].
 
         Raises:
             DataError: If the two matrices do not fit each other; nothing is changed.
+            KernelError: If a user's kernel fails; the rows that it failed for are as they were.
         """
         cdef Py_ssize_t n = grads.shape[0]
         cdef uint32_t dim = <uint32_t> grads.shape[1]
@@ -319,6 +417,9 @@ cdef class RowOptimizer:
         cdef float **rows
         cdef const float **gradients
         cdef Py_ssize_t i
+        cdef persia_call_t call
+        memset(&call, 0, sizeof(persia_call_t))
+        call.number = number
         if values.shape[0] != n or values.shape[1] != width:
             raise DataError(
                 f"{self.name}: expected rows of shape ({n}, {width}) for gradients of shape "
@@ -335,5 +436,24 @@ cdef class RowOptimizer:
             for i in range(n):
                 rows[i] = &values[i, 0]
                 gradients[i] = &grads[i, 0]
-            kernel(rows, NULL, gradients, n, dim, &self.settings)
+            kernel(rows, NULL, gradients, n, dim, &self.settings, &call)
             free(rows)
+        if call.num_failed:
+            raise KernelError(
+                f"optimizer {self.name}: the kernel {failure_text(call.code)}, row "
+                f"{call.first_failed}; {failed_rows(call.num_failed, self.options['guard'])}")
+
+
+@functools.cache
+def _own_widths(name):
+    """Words of state by dim of an optimizer of own_kernels.h."""
+    cdef persia_optim_t settings
+    cdef bytes plain_name = name.encode()
+    cdef const persia_optimizer_t *own = persia_use_own(&settings, plain_name)
+    cdef uint32_t dim
+    found = np.zeros(MAX_DIM + 1, dtype=np.uint32)
+    cdef uint32_t[::1] view = found
+    for dim in range(1, _LARGEST_DIM + 1):
+        view[dim] = own.state_width(dim, NULL)
+    found.flags.writeable = False
+    return found

@@ -331,8 +331,9 @@ PERSIA_ROW(persia_lion)
         }                                                                                \
     }                                                                                    \
     PERSIA_VARIANTS(                                                                     \
-        void, name, (PERSIA_STEPPED, size_t dim, const persia_optim_t *settings),        \
-        { PERSIA_BY_DIM(name##_loop, dim, values, states, grads, n, settings) })
+        void, name,                                                                      \
+        (PERSIA_STEPPED, size_t dim, const persia_optim_t *settings, persia_call_t *call), \
+        { (void)call; PERSIA_BY_DIM(name##_loop, dim, values, states, grads, n, settings) })
 
 PERSIA_OPTIMIZERS(PERSIA_STEP)
 

@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 
 from persia._core.base.halves cimport persia_half_t
 from persia._core.base.types cimport row_t, uint16_t, uint32_t, uint64_t
-from persia._core.kernels.optim cimport persia_optim_t, persia_step_t
+from persia._core.kernels.optim cimport persia_call_t, persia_optim_t, persia_step_t
 
 cdef enum:
     STEP_ROWS = 32                  # rows handed to an optimizer kernel at once
@@ -76,7 +76,7 @@ cdef void steps_begin(HalfSteps *steps) noexcept nogil
 # Step the rows gathered, and begin to gather again. ``key`` is of the update, for rounding.
 cdef void run_steps(
     const Format *format, HalfSteps *steps, persia_step_t step, const persia_optim_t *settings,
-    uint64_t key, float *scratch) noexcept nogil
+    uint64_t key, float *scratch, persia_call_t *call) noexcept nogil
 
 
 # Some rows are converted at once, so that their copies are in the cache when the kernel reads

@@ -42,7 +42,7 @@ cdef void steps_begin(HalfSteps *steps) noexcept nogil:
 
 cdef void run_steps(
     const Format *format, HalfSteps *steps, persia_step_t step, const persia_optim_t *settings,
-    uint64_t key, float *scratch
+    uint64_t key, float *scratch, persia_call_t *call
 ) noexcept nogil:
     cdef float *copies[STEP_ROWS]
     cdef uint32_t i
@@ -51,7 +51,7 @@ cdef void run_steps(
     for i in range(steps.count):
         copies[i] = scratch + <size_t> i * format.dim
     format.half.widen_rows(<void **> steps.rows, scratch, steps.count, format.dim)
-    step(copies, steps.states, steps.sums, steps.count, format.dim, settings)
+    step(copies, steps.states, steps.sums, steps.count, format.dim, settings, call)
     format.half.round_rows(
         <void **> steps.rows, scratch, steps.count, format.dim, key, steps.hashes)
     steps_begin(steps)

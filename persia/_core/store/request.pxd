@@ -24,6 +24,9 @@ cdef struct RequestResult:              # what a request found in a shard, or in
     uint32_t dim                # stored with it
     uint32_t dtype
     uint32_t state_words
+    uint64_t num_failed         # rows that a user's kernel failed for, and are as they were
+    sign_t failed               # the first of them
+    int code                    # why
     float *scratch              # not a finding; NULL where rows are f32
 
 
@@ -89,7 +92,8 @@ cdef class Request:
     cdef uint32_t dim
     cdef uint32_t state_words
     cdef Format format              # of its rows
-    cdef uint64_t rounding_key      # of an update
+    cdef uint64_t number            # of an update
+    cdef uint64_t rounding_key
     cdef uint64_t seed
     cdef uint64_t admission_key
     cdef uint64_t admission_below   # draws below this are admitted

@@ -235,6 +235,9 @@ cdef void handle_part(Request request, uint32_t number, uint32_t worker) noexcep
 cdef inline void add_result(RequestResult *total, const RequestResult *part) noexcept nogil:
     total.num_missing += part.num_missing
     total.num_refused += part.num_refused
+    if total.num_failed == 0:
+        total.failed, total.code = part.failed, part.code
+    total.num_failed += part.num_failed
     if total.status == STATUS_OK and part.status != STATUS_OK:
         total.status = part.status
         total.sign = part.sign

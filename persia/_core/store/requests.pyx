@@ -4,7 +4,7 @@ from libc.string cimport memcpy, memset
 
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
-from persia._core.kernels.optim cimport persia_step_t
+from persia._core.kernels.optim cimport persia_call_t, persia_step_t
 from persia._core.shard.changes cimport row_changes, row_enters
 from persia._core.shard.eviction cimport eviction_note_expired, eviction_order
 from persia._core.shard.persistent_shard cimport (
@@ -519,6 +519,8 @@ cdef void step_gathered(
 ) noexcept nogil:
     """Step the rows gathered; then ``num_done`` signs of this part are done."""
     cdef bint is_half = request.format.half != NULL
+    cdef persia_call_t call
+    call.number, call.num_failed = request.number, 0
     if shard.file != NULL:
         if is_half:
             journal_hold(
@@ -530,14 +532,29 @@ cdef void step_gathered(
     if is_half:
         run_steps(
             &request.format, &steps.half, steps.step, &request.optimizer.settings,
-            request.rounding_key, result.scratch)
+            request.rounding_key, result.scratch, &call)
     elif steps.count:
         steps.step(
             steps.values, NULL, steps.sums, steps.count, request.dim,
-            &request.optimizer.settings)
+            &request.optimizer.settings, &call)
         steps.count = 0
+    if call.num_failed:
+        if is_half:
+            note_failure(shard, steps.half.numbers, &call, result)
+        else:
+            note_failure(shard, steps.numbers, &call, result)
     if shard.file != NULL:
         journal_release(shard.file, steps.part, num_done)
+
+
+cdef void note_failure(
+    const Shard *shard, const row_t *numbers, const persia_call_t *call, RequestResult *result
+) noexcept nogil:
+    """Rows that a kernel failed for are left out; all others of the request are stepped."""
+    if result.num_failed == 0:
+        result.failed = row_at(&shard.slabs, numbers[call.first_failed]).sign
+        result.code = call.code
+    result.num_failed += call.num_failed
 
 
 cdef bint begin_part(Request request, Part *part, uint32_t *begin, uint32_t end) noexcept nogil:

@@ -24,7 +24,8 @@ from persia._core.base.hashing cimport mix64
 from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport NO_ROW, uint32_t, uint64_t, uint8_t
 from persia._core.kernels.initial cimport Initializer
-from persia._core.kernels.optim cimport RowOptimizer
+from persia._core.kernels.native cimport NO_WIDTH
+from persia._core.kernels.optim cimport RowOptimizer, failed_rows, failure_text
 from persia._core.shard.changes cimport changes_free
 from persia._core.shard.eviction cimport (
     LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_policy,
@@ -52,7 +53,9 @@ from persia._core.store.restore cimport (
 from persia._core.store.scan cimport Scan, scan_begin, scan_count, scan_rows
 from persia._core.store.snapshot cimport Watch
 
-from persia.errors import ConfigError, DataError, DimMismatch, NotConfigured, StoreError
+from persia.errors import (
+    ConfigError, DataError, DimMismatch, KernelError, NotConfigured, StoreError,
+)
 
 cdef extern from "portable.h":
     const bint PERSIA_DEBUG
@@ -243,6 +246,8 @@ cdef class EmbeddingStore:
         request.dim = dim
         request.optimizer = optimizer
         request.state_words = 0 if optimizer is None else optimizer.state_width(dim)
+        if request.state_words == NO_WIDTH:
+            optimizer.state_words(dim)      # raises
         set_format(&request.format, dtype, dim, request.state_words)
         request.seed = self.seed
         self.set_policy(request, 0)
@@ -264,6 +269,7 @@ cdef class EmbeddingStore:
         cdef RequestResult result = request.serve()
         dim = request.dim
         dtype = dtype_name(request.format.dtype)
+        optimizer = request.optimizer
         request.held = None
         request.optimizer = None
         request.initializer = None
@@ -283,6 +289,11 @@ cdef class EmbeddingStore:
             raise StoreError(
                 "an update was cut short, and its repetition brings other signs: what it has "
                 "not stepped yet stays as it is")
+        if result.num_failed:
+            raise KernelError(
+                f"optimizer {optimizer.name}: the kernel {failure_text(result.code)}, the row "
+                f"of sign {result.failed:#018x}; "
+                f"{failed_rows(result.num_failed, optimizer.options['guard'])}")
         return result
 
     def lookup_train(
@@ -366,6 +377,7 @@ cdef class EmbeddingStore:
             split = None        # it stays what it is
         request = self.begin(
             signs, update_shard, <uint32_t> gradients.shape[1], optimizer, row_dtype, split)
+        request.number = number
         request.rounding_key = rounding_key(self.seed, number)
         request.slot = slot
         request.tag = tag

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +40,11 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rmsprop_momentum": ("rmsprop", {"lr": 0.1, "alpha": 0.9, "momentum": 0.9}),
     "ftrl": ("ftrl", {"lr": 0.3, "l1": 0.7, "l2": 0.1, "beta": 0.5}),
     "lion": ("lion", {"lr": 0.1}),
+    "nesterov": ("nesterov", {"lr": 0.1}),
+    "adadelta": ("adadelta", {"lr": 0.7}),
+    "adamw": ("adamw", {"lr": 0.1}),
+    "amsgrad": ("amsgrad", {"lr": 0.1}),
+    "lamb": ("lamb", {"lr": 0.1}),
 }
 
 
@@ -73,7 +79,7 @@ def test_w64_every_variant_agrees_with_the_model_bit_for_bit(
     kernel: str, extra: dict[str, float]
 ) -> None:
     name, options = KERNELS[kernel]
-    optimizer = RowOptimizer(name, **options, **extra)
+    optimizer = RowOptimizer(name, **{**options, **extra})
     bound = extra.get("weight_bound", 0.0)
     for dim in range(1, 71):
         rng = np.random.default_rng(dim)
@@ -102,6 +108,10 @@ TORCH: list[tuple[str, Any, dict[str, Any]]] = [
     ("adam", torch.optim.Adam, {"lr": 0.01}),
     ("rmsprop", torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9}),
     ("rmsprop", torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5}),
+    ("nesterov", partial(torch.optim.SGD, nesterov=True), {"lr": 0.01, "momentum": 0.9}),
+    ("adadelta", torch.optim.Adadelta, {"lr": 0.5, "rho": 0.8}),
+    ("adamw", torch.optim.AdamW, {"lr": 0.01}),
+    ("amsgrad", partial(torch.optim.Adam, amsgrad=True), {"lr": 0.01}),
 ]
 
 
@@ -138,6 +148,18 @@ def rowwise_adam(w: Doubles, steps: list[Doubles]) -> Doubles:
     return w
 
 
+def lamb(w: Doubles, steps: list[Doubles]) -> Doubles:
+    """Algorithm 2 of You et al. 2020, each row a layer, the norm of a row as it is."""
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, g in enumerate(steps, 1):
+        m = 0.9 * m + 0.1 * g
+        v = 0.99 * v + 0.01 * g * g
+        r = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-6) + 0.1 * w
+        norms = (np.linalg.norm(x, axis=1, keepdims=True) for x in (w, r))
+        w = w - 0.01 * next(norms) / next(norms) * r
+    return w
+
+
 def ftrl(w: Doubles, steps: list[Doubles]) -> Doubles:
     """Algorithm 1 of McMahan et al. 2013, which has no initial values: weights begin at 0."""
     alpha, beta, l1, l2 = 0.1, 0.5, 4.0, 0.1
@@ -168,6 +190,7 @@ def lion(w: Doubles, steps: list[Doubles]) -> Doubles:
         (rowwise_adam, {"lr": 0.01, "beta2": 0.99}),
         (ftrl, {"lr": 0.1, "beta": 0.5, "l1": 4.0, "l2": 0.1}),
         (lion, {"lr": 0.01, "weight_decay": 0.1}),
+        (lamb, {"lr": 0.01, "beta2": 0.99, "weight_decay": 0.1}),
     ],
 )
 def test_two_hundred_steps_agree_with_the_formula_in_double(
@@ -275,7 +298,7 @@ def test_original_order_meets_the_original_vectors(shared: bool, want: str, leve
 
 # Other values than the defaults. Betas seldom change the sign of a step: lion's are not seen.
 OTHER_VALUES = {
-    **dict.fromkeys(("momentum", "beta1", "beta2", "eps", "alpha", "beta"), 0.5),
+    **dict.fromkeys(("momentum", "beta1", "beta2", "eps", "alpha", "beta", "rho"), 0.5),
     "g_square_momentum": 0.5,
     "initial_accumulator_value": 1.0,
     "weight_decay": 0.1,

@@ -1,0 +1,241 @@
+"""What ``python -m persia.cpp_extension check`` looks at: whether kernels do what they promise.
+
+Each check returns a line about what was seen, or raises an ExtensionError.
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from persia import env
+from persia._build import kernel_library, toolchain
+from persia._core.kernels.optim import OPTIONS, RowOptimizer
+from persia.errors import ConfigError, ExtensionError
+
+Floats = NDArray[np.float32]
+# Values [dim], state [words], gradient [dim], lr, step, parameters -> values and state.
+Model = Callable[..., tuple[Floats, Floats]]
+
+_DIMS = (*range(1, 71), 96, 128, 256, 1000)
+_NUM_ROWS = 70  # three calls of a kernel, the last with a few rows
+_NUM_STEPS = 4
+_NUM_THREADS = 4
+_PAIRS = 31
+_LR = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows as servers hold them, f32 [n, dim + words], and the gradients of some steps."""
+
+    rows: Floats
+    gradients: list[Floats]
+
+    @staticmethod
+    def of(optimizer: RowOptimizer, dim: int, count: int = _NUM_ROWS) -> Rows:
+        """Draw rows that were never stepped, the same ones for a dim."""
+        random = np.random.default_rng(dim)
+        state = optimizer.new_state(dim).view(np.float32)
+        values = random.standard_normal((count, dim), dtype=np.float32)
+        rows = np.concatenate([values, np.tile(state, (count, 1))], axis=1)
+        steps = [
+            random.standard_normal((count, dim), dtype=np.float32) for _ in range(_NUM_STEPS)
+        ]
+        return Rows(rows, steps)
+
+    def stepped(self, optimizer: RowOptimizer) -> Floats:
+        """Return the rows after all steps."""
+        rows: Floats = self.rows.copy()
+        for number, gradients in enumerate(self.gradients):
+            optimizer.step_rows(rows, gradients, number=number)
+        return rows
+
+
+def check(
+    sources: list[Path],
+    name: str,
+    model: Path | None,
+    tolerance: float,
+    params: Mapping[str, float],
+) -> Iterator[str]:
+    """Yield a line for each check that was passed.
+
+    Args:
+        sources: The kernel's.
+        name: Of the library.
+        model: A Python file with the function ``step``; None checks nothing against it.
+        tolerance: Largest difference from the model, as a part of the value or of 1.
+        params: Parameters, if not the defaults.
+
+    Raises:
+        ExtensionError: At the first check that is not passed.
+        ConfigError: If the model's file has no such function.
+    """
+    library = kernel_library.compile_kernels(sources, name)
+    named = kernel_library.load_file(library, name)
+    optimizer = RowOptimizer(named, lr=_LR, **params)
+    yield f"compiled: {library}"
+    yield f"named: {named}"
+    yield "tried out: it writes nothing beside rows of any dim"
+    if model is not None:
+        yield _against_model(optimizer, model, tolerance)
+    yield _alignment(optimizer)
+    yield _company(optimizer)
+    yield _threads(optimizer)
+    yield _sanitizers(sources, name)
+    yield _speed(optimizer)
+
+
+def _against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str:
+    step = runpy.run_path(str(path)).get("step")
+    if not callable(step):
+        raise ConfigError(f"{path}: expected a function step(values, state, gradient, ...)")
+    params = {k: v for k, v in optimizer.options.items() if k not in ("lr", "guard")}
+    largest, same = 0.0, True
+    for dim in _DIMS:
+        given = Rows.of(optimizer, dim, 5)
+        got = given.stepped(optimizer)
+        for row in range(5):
+            values, state = np.split(given.rows[row].copy(), [dim])
+            for number, gradients in enumerate(given.gradients):
+                values, state = step(values, state, gradients[row], _LR, number, params)
+            want = np.concatenate([values, state]).astype(np.float32)
+            same &= bool((want.view(np.uint32) == got[row].view(np.uint32)).all())
+            error = np.abs(want[:dim] - got[row, :dim]) / np.maximum(np.abs(want[:dim]), 1)
+            largest = max(largest, float(error.max()))
+            if not largest <= tolerance:
+                raise ExtensionError(
+                    f"{optimizer.name}: dim {dim}: values differ from {path}'s by "
+                    f"{float(error.max()):.3g}, more than {tolerance:g}"
+                )
+    how = "bit for bit" if same else f"to {largest:.2g}"
+    return f"model: {len(_DIMS)} dims up to {_DIMS[-1]} agree with {path}, {how}"
+
+
+def _expect_same(what: str, optimizer: RowOptimizer, dim: int, got: Floats, want: Floats) -> None:
+    if got.tobytes() != want.tobytes():
+        raise ExtensionError(f"{optimizer.name}: dim {dim}: other bytes {what}")
+
+
+def _alignment(optimizer: RowOptimizer) -> str:
+    for dim in (1, 7, 8, 16, 33, 64):
+        given = Rows.of(optimizer, dim)
+        want = given.stepped(optimizer)
+        for offset in range(1, 16):
+            place = np.empty(want.size + offset, np.float32)[offset:].reshape(want.shape)
+            place[:] = given.rows
+            moved = Rows(place, given.gradients)
+            for number, gradients in enumerate(moved.gradients):
+                optimizer.step_rows(place, gradients, number=number)
+            _expect_same(f"{4 * offset} bytes further", optimizer, dim, place, want)
+    return "alignment: the same bytes at all 16 offsets of 4 bytes"
+
+
+def _company(optimizer: RowOptimizer) -> str:
+    for dim in (1, 8, 16, 33):
+        given = Rows.of(optimizer, dim)
+        want = given.stepped(optimizer)
+        for row in range(_NUM_ROWS):
+            alone = Rows(given.rows[row : row + 1], [g[row : row + 1] for g in given.gradients])
+            got = alone.stepped(optimizer)
+            _expect_same("where a row is alone in a call", optimizer, dim, got, want[row : row + 1])
+    return "company: the same bytes, whichever rows come in one call"
+
+
+def _threads(optimizer: RowOptimizer) -> str:
+    given = Rows.of(optimizer, 16, 2000)
+    want = given.stepped(optimizer)
+    found: list[Floats] = []
+
+    def run() -> None:
+        found.extend(given.stepped(optimizer) for _ in range(10))
+
+    threads = [threading.Thread(target=run) for _ in range(_NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for got in found:
+        _expect_same("where several threads step", optimizer, 16, got, want)
+    return f"threads: the same bytes from {_NUM_THREADS} at a time"
+
+
+def _sanitizers(sources: list[Path], name: str) -> str:
+    compiler = toolchain.need_compiler("c", name)
+    runtimes = []
+    for runtime in ("libasan.so", "libubsan.so"):
+        asked = [*compiler.command, f"-print-file-name={runtime}"]
+        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
+        runtimes.append(ended.stdout.strip())
+    if not all(Path(runtime).is_absolute() for runtime in runtimes):
+        return "sanitizers: this compiler has none, nothing was checked"
+    flags: tuple[str, ...] = ("-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined")
+    flags = (*flags, "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+    library = kernel_library.compile_kernels(sources, name, cflags=flags)
+    command = [sys.executable, "-m", "persia._build.kernel_child", str(library)]
+    variables = env.of_child(LD_PRELOAD=" ".join(runtimes), ASAN_OPTIONS="detect_leaks=0")
+    ended = subprocess.run(
+        [*command, f"native:{name}:sanitized"],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if ended.returncode:
+        raise ExtensionError(
+            f"{name}: under AddressSanitizer and UBSan:\n{ended.stdout}{ended.stderr[:4000]}"
+        )
+    return "sanitizers: AddressSanitizer and UBSan report nothing"
+
+
+@functools.cache
+def _built_ins() -> tuple[RowOptimizer, ...]:
+    variants: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in OPTIONS]
+    variants += [("adagrad", {"vectorwise_shared": True}), ("sgd", {"momentum": 0.9})]
+    return tuple(RowOptimizer(name, 10.0, **{"lr": _LR, **more}) for name, more in variants)
+
+
+def _speed(optimizer: RowOptimizer) -> str:
+    """Compare with the built-in optimizer whose state is the nearest in size."""
+    dim = 16
+    words = optimizer.state_words(dim)
+    near = min(_built_ins(), key=lambda one: abs(one.state_words(dim) - words))
+    options = dict(optimizer.options)
+    free = RowOptimizer(optimizer.name, 10.0, **{**options, "guard": False})
+    guarded = RowOptimizer(optimizer.name, 10.0, **{**options, "guard": True})
+    ratios = [_ratio(near, one, dim) for one in (guarded, free)]
+    return (
+        f"speed: {ratios[0]:.2f} of {near.name}'s ({near.state_words(dim)} words of state at dim "
+        f"{dim}, here {words}), {ratios[1]:.2f} without the guard; cached rows, one thread"
+    )
+
+
+def _ratio(one: RowOptimizer, other: RowOptimizer, dim: int) -> float:
+    """Return how fast the other one is as a part of the first's speed, paired."""
+    first, second = Rows.of(one, dim, 2048), Rows.of(other, dim, 2048)
+
+    def seconds(optimizer: RowOptimizer, given: Rows) -> float:
+        begin = time.perf_counter()
+        optimizer.step_rows(given.rows, given.gradients[0])
+        return time.perf_counter() - begin
+
+    ratios = []
+    for _ in range(_PAIRS):
+        times = [seconds(one, first), seconds(other, second)]
+        times = [*times, seconds(other, second), seconds(one, first)]
+        ratios.append((times[0] + times[3]) / (times[1] + times[2]))
+    return statistics.median(ratios)

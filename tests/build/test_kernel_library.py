@@ -1,0 +1,93 @@
+"""Libraries of kernels: found by their sha256, tried out, and refused."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from persia._build import kernel_library
+from persia._core.kernels import native
+from persia._core.kernels.optim import RowOptimizer
+from persia.errors import ConfigError, ExtensionError
+from tests.support import kernels
+
+VERSION = f"-DVERSION={native.VERSION + 1}"
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "roots"
+    folder.mkdir()
+    monkeypatch.setenv("PERSIA_KERNEL_ROOTS", str(folder))
+    return folder
+
+
+def named(path: Path, name: str = "faulty") -> str:
+    """How an optimizer names a library, whether it is loaded or not."""
+    return f"native:{name}:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def test_a_library_is_found_by_its_sha256(roots: Path) -> None:
+    path = kernels.library("faulty", "-DTAG=1")
+    shutil.copyfile(kernels.library("adagrad"), roots / "faulty.so")  # another one
+    cached = roots / "faulty" / "key" / "faulty.so"
+    cached.parent.mkdir(parents=True)
+    with pytest.raises(ExtensionError, match=r"faulty\.so has [0-9a-f]{12}\.\.\."):
+        kernel_library.need(named(path))
+    assert named(path) not in native.loaded()
+    shutil.copyfile(path, cached)
+    kernel_library.need(named(path))
+    assert RowOptimizer(named(path), lr=0.5).state_words(8) == 9
+    kernel_library.need("adagrad")  # a built-in needs no library
+
+
+def test_a_library_outside_of_the_roots_is_not_loaded(
+    roots: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kernels.library("faulty", "-DTAG=2")
+    outside = tmp_path / "faulty.so"
+    shutil.copyfile(path, outside)
+    (roots / "faulty.so").symlink_to(outside)
+    with pytest.raises(ExtensionError, match="leads outside of it"):
+        kernel_library.need(named(path))
+    monkeypatch.delenv("PERSIA_KERNEL_ROOTS")
+    with pytest.raises(ExtensionError, match=r"PERSIA_KERNEL_ROOTS of the server .not set"):
+        kernel_library.need(named(path))
+    for name in ("native:../x:" + "0" * 64, "native:x", "native:x:123"):
+        with pytest.raises(ConfigError, match="expected native:<name>:<sha256>"):
+            kernel_library.need(name)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (VERSION, f"interface version {native.VERSION + 1}, this PERSIA has {native.VERSION}"),
+        ("-DVERSION=0", "returned no kernels"),
+        ("-DCRASH=1", "crashed with signal 6 when tried out"),
+        ("-DEXTRA=1", "dim 1, it writes beside the row or its state"),
+        ("-Dpersia_kernels=other", "expected a library with a function persia_kernels"),
+    ],
+)
+def test_what_is_no_library_of_this_interface_is_an_error(flag: str, message: str) -> None:
+    path = kernels.library("faulty", flag)
+    with pytest.raises(ExtensionError, match=message):
+        kernel_library.load_file(path, "faulty")
+    assert named(path) not in native.loaded()
+
+
+def test_a_kernel_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_library, "_TRY_OUT_S", 1.0)
+    with pytest.raises(ExtensionError, match="did not return within 1 s"):
+        kernels.load("faulty", "-DSPIN=1")
+
+
+def test_a_file_that_is_no_library_is_an_error(tmp_path: Path) -> None:
+    text = tmp_path / "text.so"
+    text.write_text("no library")
+    with pytest.raises(ExtensionError, match="cannot be loaded"):
+        kernel_library.load_file(text, "text")
+    with pytest.raises(ExtensionError, match="No such file"):
+        kernel_library.load_file(tmp_path / "absent.so", "absent")
