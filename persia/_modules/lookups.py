@@ -382,7 +382,7 @@ def merged(table: ModuleTable) -> RowGradient:
     pending = table.pending
     given: list[RowGradient] = pending.gradients
     if len(given) == 1:
-        (only,) = given
+        only: RowGradient = given[0]
         return only
     every = FeatureBatch.from_single(table.name, np.concatenate([one.ids for one in given]))
     inverse = torch.from_numpy(every.inverse.astype(np.int64)).to(given[0].sums.device)
@@ -390,8 +390,9 @@ def merged(table: ModuleTable) -> RowGradient:
     sums.index_add_(0, inverse, torch.cat([one.sums for one in given]))
     for one in given:
         one.detach()
-    pending.gradients = [RowGradient(every.distinct, sums)]
-    return pending.gradients[0]
+    found = RowGradient(every.distinct, sums)
+    pending.gradients = [found]
+    return found
 
 
 # --- the step -------------------------------------------------------------------------------

@@ -38,10 +38,10 @@ class Net(nn.Module):
         return torch.cat(found, 1).square().sum()
 
 
-def both(**options: Any) -> tuple[Net, Net, Any, Any]:
+def both(**options: Any) -> tuple[Any, Net, Any, Any]:
     torch.manual_seed(0)
     theirs = Net(**options)
-    ours = copy.deepcopy(theirs)
+    ours: Any = copy.deepcopy(theirs)
     persia.nn.convert(ours)
     optimizers = (
         persia.optim.Adagrad(ours.parameters(), lr=0.1),
@@ -140,5 +140,5 @@ def test_it_is_hooked_once_and_copies_begin_again() -> None:
         own = hook_of(other)
         assert own is not hook_of(ours)
         assert len(own.recipes) == 0
-        (end,) = other._forward_hooks.values()
+        (end,) = list[Any](other._forward_hooks.values())
         assert end.__self__ is own

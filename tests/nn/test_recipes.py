@@ -66,9 +66,8 @@ def test_a_batch_without_the_place_has_no_ids(module: persia.nn.Embedding) -> No
         recipes = learnt(module, *FORMS[form])
         assert recipes.look_up(Leaves(())) == []
     table = module._tables[0]
-    places = {"row": None, "column": None, "is_transposed": False, "addend": 0}
-    for place in ({"row": 9}, {"column": 9}):
-        recipe = Recipe(table, None, 0, **{**places, **place})
+    for row, column in ((9, None), (None, 9)):
+        recipe = Recipe(table, None, 0, row, column, is_transposed=False, addend=0)
         assert recipe.ids(Leaves(MATRIX)) is None
         assert recipe.ids(Leaves(MATRIX[0])) is None
 
