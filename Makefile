@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia cpp_extension_tools tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all compose-test audit lint format debug asan fuzz bench bench-step bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean
+.PHONY: help demo build test test-slow test-all compose-test audit lint format debug asan fuzz bench bench-step bench-modules bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean
 .SILENT: help
 
 help:  ## list the targets
@@ -296,6 +296,9 @@ bench: build  ## product, peers and the ceiling, interleaved in one run
 
 bench-step: build  ## the whole step of a DLRM, against the ceiling with the same net
 	$(BIN)/python -m tests.benchmarks.whole_step $(BENCH)
+
+bench-modules: build  ## a DLRM in module form and converted, against the context form and torch's bags
+	$(BIN)/python -m tests.benchmarks.modules $(BENCH)
 
 bench-cases: build  ## optimizers, dtypes, eviction, input, scaling, latency
 	$(BIN)/python -m tests.benchmarks.cases $(BENCH)

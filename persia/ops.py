@@ -127,7 +127,7 @@ def _gradient(
     anchors = lookups.hand_over(found.features, sums).to(gradient.dtype)
     if not needs_weights:
         return anchors, gradient.new_zeros(0)
-    parts = gradient.split([num_samples * dim for dim in dims])
+    parts = torch.split(gradient, [num_samples * dim for dim in dims])
     of_weights = [
         lookups.weight_gradient(feature, part.view(num_samples, dim))
         for feature, part, dim in zip(found.features, parts, dims, strict=True)
@@ -231,6 +231,9 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, given, None, *anchors.unbind(0)
 
 
+_apply: Any = _Lookup.apply  # torch has no types of it
+
+
 def _below_autograd(keys: Any, *arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return _lookup_operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
@@ -249,7 +252,7 @@ def _lookup_with_autograd(
         (weights is not None and weights.requires_grad)
         or any(anchor.requires_grad for anchor in anchors)
     ):
-        return _Lookup.apply(keys, version, ids, offsets, weights, options, *anchors)
+        return _apply(keys, version, ids, offsets, weights, options, *anchors)
     return _below_autograd(keys, version, anchors, ids, offsets, weights, *options)
 
 

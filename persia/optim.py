@@ -44,9 +44,6 @@ __all__ = [
     "TableOptimizer",
 ]
 
-# Options of the optimizers here, beside those of the rows' own.
-_CLIPPING = ("max_row_norm", "max_norm")
-
 
 class TableOptimizer(torch.optim.Optimizer):
     """Base of the optimizers of rows.
@@ -182,7 +179,7 @@ class TableOptimizer(torch.optim.Optimizer):
                 table.pending.drop()
                 continue
             steps.append(
-                TableStep(table, float(group["lr"]), *(group[name] for name in _CLIPPING))
+                TableStep(table, float(group["lr"]), group["max_row_norm"], group["max_norm"])
             )
         step(steps, float(env.get_world_size() or 1))
 

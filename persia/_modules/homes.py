@@ -282,6 +282,13 @@ _job: RowHome | None = None  # of the job's servers
 _of_sessions: dict[int, RowHome] = {}
 
 
+@atexit.register
+def _close_own() -> None:
+    """Send what is queued before the interpreter ends threads wherever they are."""
+    while _own:
+        _own.pop().close()
+
+
 def home_of(table: ModuleTable) -> RowHome:
     """Return where a table's rows are now, made if this is its first use."""
     if _context_stack.current() is not None:

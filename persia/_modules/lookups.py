@@ -149,8 +149,11 @@ def find_rows(
     if has_gradient:
         for place, ahead in take_ahead(tables, features, homes).items():
             given = features[place]
+            ids, numbered = given.pooled, ahead.given.pooled
+            if ids.offsets is None and ids.weights is None and numbered.offsets is None:
+                ids = numbered  # the same, and its ids are numbered already
             found[place] = LookedUpFeature(
-                *(tables[place], modes[place], given.pooled, ahead.rows),
+                *(tables[place], modes[place], ids, ahead.rows),
                 *(None, ahead.request, ahead.place, given.kept),
             )
             left.remove(place)
@@ -335,7 +338,7 @@ def hand_over(
         # A second backward through the same lookup has no request of its own.
         request, feature.request = feature.request, None
         pending.gradients.append(RowGradient(feature.ids.distinct, one, request, feature.place))
-    norms = torch.stack(torch._foreach_norm(sums))
+    norms = torch.stack(torch._foreach_norm(list(sums)))
     marks = [_mark(feature.table.anchor.dtype) for feature in features]
     return torch.stack([norms, torch.tensor(marks, dtype=norms.dtype).to(norms.device)], 1)
 
@@ -379,15 +382,17 @@ def merged(table: ModuleTable) -> RowGradient:
     pending = table.pending
     given: list[RowGradient] = pending.gradients
     if len(given) == 1:
-        return given[0]
+        only: RowGradient = given[0]
+        return only
     every = FeatureBatch.from_single(table.name, np.concatenate([one.ids for one in given]))
     inverse = torch.from_numpy(every.inverse.astype(np.int64)).to(given[0].sums.device)
     sums = given[0].sums.new_zeros(every.num_distinct, table.dim)
     sums.index_add_(0, inverse, torch.cat([one.sums for one in given]))
     for one in given:
         one.detach()
-    pending.gradients = [RowGradient(every.distinct, sums)]
-    return pending.gradients[0]
+    found = RowGradient(every.distinct, sums)
+    pending.gradients = [found]
+    return found
 
 
 # --- the step -------------------------------------------------------------------------------

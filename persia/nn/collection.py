@@ -118,7 +118,7 @@ class EmbeddingCollection(RowModule):
     def _look_up(
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        anchors = [self.get_parameter(f"anchor_{x}") for x in range(len(self.keys))]
+        anchors: list[Any] = list(self._parameters.values())
         trains = self.training and any(anchor.requires_grad for anchor in anchors)
         flat, _ = ops.lookup(
             self.version,

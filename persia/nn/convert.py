@@ -14,6 +14,7 @@ from persia._modules.homes import write_rows
 from persia.embedding import Constant, InitialValues, Normal
 from persia.errors import ConfigError
 from persia.logger import get_logger
+from persia.nn.gather import gather
 from persia.nn.modules import Embedding, EmbeddingBag, TableModule
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def convert(
             f"{type(model).__name__} with none to replace{': ' if reasons else ''}"
             f"{'; '.join(reasons)}"
         )
+    gather(model)
     return model
 
 

@@ -4,9 +4,7 @@
                           |                             model looks up: rows are there
                           +--ids--> lookup thread ------^
 
-Which tensors of a batch a module looks up is learnt from the batches before: a lookup that was
-not ahead is compared by value with what its batch has. A lookup takes rows from ahead only if
-its ids are the same; so results depend on staleness alone, and not on what was guessed.
+Which tensors of a batch a module looks up is learnt from the batches before, see recipes.py.
 """
 
 from __future__ import annotations
@@ -17,24 +15,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch.utils import _pytree as pytree
-
 from persia._modules import lookups, requests
-from persia._modules.requests import AheadRows, ask_ahead, split_features
 from persia._training.inflight import StalenessLimiter
 from persia._training.queues import Closed
 from persia.errors import ConfigError, ServiceTimeout
 from persia.logger import get_logger
 from persia.nn.base import RowModule
+from persia.nn.recipes import PATIENCE, Leaves, Recipes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from numpy.typing import NDArray
+    import torch
 
-    from persia._modules.requests import GivenIds
+    from persia._modules.requests import AheadRows, GivenIds
     from persia._modules.tables import ModuleTable
 
 _logger = get_logger("persia.nn")
@@ -45,44 +39,14 @@ _MAX_DEPTH = 4
 # Batches over which waits are counted, and how many waits there are when "auto" goes deeper.
 _WINDOW = 32
 _MANY_WAITS = 8
-# Batches after which lookups that are never found in the batch are given up, with a line.
-_PATIENCE = 8
 # Seconds that a lookup may take before the user's thread does it itself.
 _WAIT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Where a module's ids are in a batch: a leaf, or a column of it, and what is added."""
-
-    table: ModuleTable
-    padding: int | None
-    leaf: int
-    column: int | None
-    transposed: bool
-    addend: int
-
-    def ids(self, leaves: list[NDArray[np.int64] | None]) -> NDArray[np.uint64] | None:
-        """Return the ids of a batch, or None if it has none there."""
-        if self.leaf >= len(leaves):
-            return None
-        array = leaves[self.leaf]
-        if array is None:
-            return None
-        if self.column is not None:
-            if array.ndim != 2 or self.column >= array.shape[1]:
-                return None
-            array = array[:, self.column]
-        elif self.transposed:
-            array = array.T
-        flat = np.ascontiguousarray(array).reshape(-1)
-        return (flat + self.addend if self.addend else flat).view(np.uint64)
 
 
 @dataclass(slots=True, eq=False)
 class _Item:
     batch: Any
-    leaves: list[NDArray[np.int64] | None]
+    leaves: Leaves
     rows: list[AheadRows] = field(default_factory=list)
     is_queued: bool = False  # for the lookup thread
     is_begun: bool = False  # by the lookup thread, or by the user's, which does without
@@ -121,8 +85,7 @@ class PrefetchedLoader:
         self.loader = loader
         self.depth = _FIRST_DEPTH if isinstance(depth, str) else depth
         self._is_auto = isinstance(depth, str)
-        self._recipes: dict[tuple[str, int], Recipe] = {}  # by table and place in the batch
-        self._num_failed = 0  # batches in which a lookup was not found
+        self.recipes = Recipes()
         self.num_hits = self.num_misses = 0  # lookups of features
 
     def __len__(self) -> int:
@@ -138,38 +101,16 @@ class PrefetchedLoader:
 
     def note_batch(self, item: _Item, missed: list[tuple[ModuleTable, GivenIds]]) -> None:
         """Learn from a batch that the model is done with."""
-        num_ahead = len(item.rows)
-        num_unused = 0
-        for one in item.rows:
-            num_unused += one.give_up()
-        self.num_hits += num_ahead - num_unused
+        num_failed = self.recipes.num_failed
+        num_unused = self.recipes.note_batch(item.leaves, item.rows, missed)
+        self.num_hits += len(item.rows) - num_unused
         self.num_misses += len(missed)
-        if num_unused and missed:
-            self._recipes.clear()  # some were wrong: they were equal by chance
-        if missed and self._num_failed < _PATIENCE:
-            self._learn(item, missed)
-
-    def _learn(self, item: _Item, missed: list[tuple[ModuleTable, GivenIds]]) -> None:
-        lost = 0
-        counts: dict[str, int] = {}
-        for table, given in missed:
-            counts[table.key] = counts.get(table.key, 0) + 1
-            recipe = _find(table, given, item.leaves)
-            if recipe is None:
-                lost += 1
-            else:
-                self._recipes[table.key, counts[table.key]] = recipe
-        self._num_failed = self._num_failed + 1 if lost else 0
-        if self._num_failed == _PATIENCE:
+        if num_failed < self.recipes.num_failed == PATIENCE:
             _logger.warning(
-                "prefetch: ids of %d lookups are not in the batch as they are looked up, and "
-                "are not looked up ahead: compute them in the dataset, not in the model",
-                lost,
+                "prefetch: ids of lookups are not in the batch as they are looked up, and are "
+                "not looked up ahead: compute them in the dataset, not in the model; tables %s",
+                ", ".join(sorted({table.name for table, _ in missed})),
             )
-
-    def recipes(self) -> list[Recipe]:
-        """Return where ids are, as far as it is known."""
-        return list(self._recipes.values())
 
     def deepen(self) -> None:
         """Look one batch further ahead, if depth is automatic."""
@@ -219,8 +160,7 @@ class _Pass:
 
     def _give_back(self) -> None:
         """Give the permits of batches back that have nothing left to be stepped."""
-        tables = {recipe.table for recipe in self._owner.recipes()}
-        if any(lookups.has_pending(table) for table in tables):
+        if any(lookups.has_pending(table) for table in self._owner.recipes.tables()):
             return
         count, self._num_handed_out = self._num_handed_out, 0
         for _ in range(count):
@@ -232,9 +172,9 @@ class _Pass:
             batch = next(source)
         except StopIteration:
             return False
-        item = _Item(batch, [_integers(leaf) for leaf in pytree.tree_leaves(batch)])
+        item = _Item(batch, Leaves(batch))
         items.append(item)
-        if self._owner.recipes():
+        if len(self._owner.recipes):
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._look_up_all, name="persia-prefetch", daemon=True
@@ -297,55 +237,7 @@ class _Pass:
                 self._limiter.return_permit()
                 continue
             try:
-                item.rows = self._look_up(item)
+                item.rows = self._owner.recipes.look_up(item.leaves)
             except BaseException as exc:
                 item.failure = exc
             item.done.set()
-
-    def _look_up(self, item: _Item) -> list[AheadRows]:
-        features = []
-        for recipe in self._owner.recipes():
-            ids = recipe.ids(item.leaves)
-            if ids is not None and len(ids):
-                (given,) = split_features([recipe.table], ids, None, None, recipe.padding)
-                features.append((recipe.table, given))
-        return ask_ahead(features) if features else []
-
-
-def _integers(leaf: Any) -> NDArray[np.int64] | None:
-    """Return a leaf of a batch as integers, if it may hold ids."""
-    if isinstance(leaf, torch.Tensor):
-        if leaf.is_nested or leaf.device.type != "cpu" or leaf.dim() == 0 or leaf.is_complex():
-            return None
-        leaf = leaf.detach().numpy()
-    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iuf" or leaf.ndim == 0:
-        return None
-    with np.errstate(invalid="ignore"):
-        return leaf.astype(np.int64, copy=False)
-
-
-def _find(
-    table: ModuleTable, given: GivenIds, leaves: list[NDArray[np.int64] | None]
-) -> Recipe | None:
-    """Return where the ids of a lookup are in its batch, equal or all shifted by one number."""
-    values = given.values.view(np.int64)
-    shifted: Recipe | None = None
-    for place, array in enumerate(leaves):
-        if array is None or not len(values):
-            continue
-        views: list[tuple[int | None, bool, NDArray[np.int64]]] = []
-        if array.size == len(values):
-            views.append((None, False, array.reshape(-1)))
-            if array.ndim == 2:
-                views.append((None, True, array.T.reshape(-1)))
-        if array.ndim == 2 and len(array) == len(values):
-            views += [(column, False, array[:, column]) for column in range(array.shape[1])]
-        for column, transposed, view in views:
-            addend = int(values[0] - view[0])
-            if (addend and shifted is not None) or not np.array_equal(values, view + addend):
-                continue
-            found = Recipe(table, given.padding, place, column, transposed, addend)
-            if not addend:
-                return found
-            shifted = found
-    return shifted

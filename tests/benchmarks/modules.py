@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ NUM_DIFFERENT = 16
 WARM, TIMED, BEHIND = 4, 16, 8
 COUNTED = 10  # steps
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids [B, 26], dense, labels
-Slice = Callable[[Clock], float]  # the seconds of TIMED steps
+Staleness = int | Literal["auto"]
 
 
 def timed(steps: Iterable[Any], clock: Clock) -> float:
@@ -97,7 +97,7 @@ def tensors(raw: Raw, *, are_rows: bool) -> Batch:
 # --- contenders -------------------------------------------------------------------------------
 
 
-def context_steps(ctx: TrainCtx, raws: list[Raw], staleness: int | str) -> Iterator[None]:
+def context_steps(ctx: TrainCtx, raws: list[Raw], staleness: Staleness) -> Iterator[None]:
     """Train an epoch in a context, yielding behind each step."""
     count = WARM + TIMED + BEHIND
     epoch = (raw.batch() for raw in islice(cycle(raws), count))
@@ -131,7 +131,7 @@ class ModuleForm:
             batches = persia.nn.prefetch(batches, self._collection)
         for ids, dense, labels in batches:
             logits = self._net([dense], self._collection(ids))
-            loss_of(logits, labels).backward()  # type: ignore[no-untyped-call]
+            loss_of(logits, labels).backward()
             self._dense.step()
             self._sparse.step()
             self._dense.zero_grad()
@@ -139,32 +139,45 @@ class ModuleForm:
             yield
 
 
+class Bags(torch.nn.Module):
+    """Bags called as the DLRM of Meta calls them."""
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__()
+        made = []
+        for size in sizes(quick):
+            bag = torch.nn.EmbeddingBag(size, DIM, mode="sum", sparse=True)
+            torch.nn.init.uniform_(bag.weight, -0.01, 0.01)
+            made.append(bag)
+        self.bags = torch.nn.ModuleList(made)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+        """Return the vectors of ids [26, B]."""
+        return [bag(one, offsets) for bag, one in zip(self.bags, ids, strict=True)]
+
+
 class BagForm:
     """The net over 26 bags of torch, or over the same ones converted."""
 
-    def __init__(self, raws: list[Raw], bags: torch.nn.ModuleList, *, converts: bool) -> None:
-        self._batches = [tensors(raw, are_rows=True) for raw in raws]
+    def __init__(self, raws: list[Raw], bags: Bags, *, converts: bool) -> None:
+        found = [tensors(raw, are_rows=True) for raw in raws]
+        self._batches = [(ids.t().contiguous(), *others) for ids, *others in found]
         self._bags = bags
-        self._offsets = torch.arange(len(self._batches[0][0]))
+        self._offsets = torch.arange(len(raws[0].labels))
         make: Any = torch.optim.Adagrad
         if converts:
             persia.nn.convert(bags, prefix="converted.")
             make = persia.optim.Adagrad
         self._net, self._dense = net()
         self._sparse = make(bags.parameters(), lr=LR, initial_accumulator_value=ACCUMULATOR)
-        self._given = torch.full((len(self._batches[0][0]), DIM), 1e-3)
-
-    def vectors(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the bags give, called as the DLRM of Meta calls them."""
-        columns = ids.t().contiguous()
-        return [bag(one, self._offsets) for bag, one in zip(self._bags, columns, strict=True)]
+        self._given = torch.full((len(raws[0].labels), DIM), 1e-3)
 
     def steps(self, *, is_whole: bool) -> Iterator[None]:
         """Train, yielding behind each step; the embeddings alone get a given gradient."""
         for ids, dense, labels in islice(cycle(self._batches), WARM + TIMED + 1):
-            vectors = self.vectors(ids)
+            vectors = self._bags(ids, self._offsets)
             if is_whole:
-                loss_of(self._net([dense], vectors), labels).backward()  # type: ignore[no-untyped-call]
+                loss_of(self._net([dense], vectors), labels).backward()
                 self._dense.step()
                 self._dense.zero_grad()
             else:
@@ -176,12 +189,7 @@ class BagForm:
 
 def bag_forms(raws: list[Raw], quick: bool) -> tuple[BagForm, BagForm]:
     """Return torch's, and the converted one with the same weights."""
-    made = []
-    for size in sizes(quick):
-        bag = torch.nn.EmbeddingBag(size, DIM, mode="sum", sparse=True)
-        torch.nn.init.uniform_(bag.weight, -0.01, 0.01)
-        made.append(bag)
-    theirs = torch.nn.ModuleList(made)
+    theirs = Bags(quick)
     ours = copy.deepcopy(theirs)
     return BagForm(raws, theirs, converts=False), BagForm(raws, ours, converts=True)
 

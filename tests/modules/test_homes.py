@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -104,3 +106,18 @@ def test_tables_declared_later_and_of_other_optimizers_get_stores() -> None:
     homes = [home_of(module._tables[0]) for module in (one, two, three)]
     assert homes[0] is not homes[1]
     assert homes[1] is homes[2]
+
+
+@pytest.mark.slow
+def test_a_script_may_end_behind_its_last_step() -> None:
+    script = """
+import torch, persia.nn, persia.optim
+bag = persia.nn.EmbeddingBag("of a script", 16)
+optimizer = persia.optim.Adagrad(bag.parameters(), lr=0.1)
+for _ in range(20):
+    bag(torch.randint(1 << 40, (20000, 2))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
+    assert ended.returncode == 0

@@ -1,0 +1,183 @@
+"""Where the ids of a model's lookups are in what the model is given, learnt by value.
+
+A lookup that was not ahead is compared with the tensors of the batch. A lookup takes rows from
+ahead only if its ids are the same; so results never depend on what was guessed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from persia._modules.requests import AheadRows, ask_ahead, split_features
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from persia._modules.requests import GivenIds
+    from persia._modules.tables import ModuleTable
+
+    Lookup = tuple[ModuleTable, GivenIds]
+
+# Batches in a row in which a lookup was not found, after which it is not sought any more.
+PATIENCE = 8
+
+
+class Leaves:
+    """The tensors of a batch, as integers when they are asked for."""
+
+    def __init__(self, batch: Any) -> None:
+        self._leaves = pytree.tree_leaves(batch)
+        self._arrays: dict[int, NDArray[np.int64] | None] = {}
+        self._columns: dict[int, NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def array(self, place: int) -> NDArray[np.int64] | None:
+        """Return a leaf, or None if there is none or it holds no ids."""
+        if place not in self._arrays:
+            leaf = self._leaves[place] if place < len(self._leaves) else None
+            self._arrays[place] = _integers(leaf)
+        return self._arrays[place]
+
+    def columns(self, place: int) -> NDArray[np.int64] | None:
+        """Return a copy of a leaf [B, F] by columns, [F, B]; None if it has another shape."""
+        if place not in self._columns:
+            array = self.array(place)
+            if array is None or array.ndim != 2:
+                return None
+            self._columns[place] = np.array(array.T, order="C")
+        return self._columns[place]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Where a module's ids are: a leaf, a row or a column of it, and what is added."""
+
+    table: ModuleTable
+    padding: int | None
+    leaf: int
+    row: int | None
+    column: int | None
+    is_transposed: bool
+    addend: int
+
+    def ids(self, leaves: Leaves) -> NDArray[np.uint64] | None:
+        """Return a copy of the ids, as a model may change its batch; None if there are none."""
+        found: NDArray[np.int64] | None
+        if self.column is not None or self.is_transposed:
+            found = leaves.columns(self.leaf)
+            if found is None or (self.column or 0) >= len(found):
+                return None
+            found = found.reshape(-1) if self.column is None else found[self.column]
+        else:
+            found = leaves.array(self.leaf)
+            if found is None:
+                return None
+            if self.row is not None:
+                if found.ndim != 2 or self.row >= len(found):
+                    return None
+                found = found[self.row]
+            found = np.array(found, order="C").reshape(-1)
+        return (found + self.addend if self.addend else found).view(np.uint64)
+
+
+class Recipes:
+    """Where the ids of the lookups of a model are, as far as it is known."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[tuple[str, int], Recipe] = {}  # by table and place in the batch
+        self.num_failed = 0  # batches in a row in which a lookup was not found
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    def tables(self) -> set[ModuleTable]:
+        """Return the tables whose ids can be found."""
+        return {recipe.table for recipe in self._recipes.values()}
+
+    def look_up(self, leaves: Leaves) -> list[AheadRows]:
+        """Ask for the rows of a batch, in one call if no table comes twice."""
+        features = []
+        for recipe in list(self._recipes.values()):
+            ids = recipe.ids(leaves) if recipe.table.anchor.requires_grad else None
+            if ids is not None and len(ids):
+                (given,) = split_features([recipe.table], ids, None, None, recipe.padding)
+                features.append((recipe.table, given))
+        return ask_ahead(features) if features else []
+
+    def note_batch(
+        self, leaves: Leaves, rows: Sequence[AheadRows], missed: Sequence[Lookup]
+    ) -> int:
+        """Learn from a batch that the model is done with; return how many rows were not used.
+
+        ``missed`` is what the model has looked up and was not ahead.
+        """
+        num_unused = sum([one.give_up() for one in rows])
+        if num_unused and missed:
+            self._recipes.clear()  # some were wrong: they were equal by chance
+        if missed and self.num_failed < PATIENCE:
+            self._learn(leaves, missed)
+        return num_unused
+
+    def _learn(self, leaves: Leaves, missed: Sequence[Lookup]) -> None:
+        lost = 0
+        counts: dict[str, int] = {}
+        for table, given in missed:
+            counts[table.key] = counts.get(table.key, 0) + 1
+            recipe = _find(table, given, leaves)
+            if recipe is None:
+                lost += 1
+            else:
+                self._recipes[table.key, counts[table.key]] = recipe
+        self.num_failed = self.num_failed + 1 if lost else 0
+
+
+def _integers(leaf: Any) -> NDArray[np.int64] | None:
+    """Return a leaf of a batch as integers, if it may hold ids."""
+    if isinstance(leaf, torch.Tensor):
+        # A subclass may have no values: those of compilers do not.
+        if type(leaf) is not torch.Tensor or leaf.is_nested or leaf.is_complex():
+            return None
+        if leaf.device.type != "cpu" or leaf.dim() == 0:
+            return None
+        leaf = leaf.detach().numpy()
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iuf" or leaf.ndim == 0:
+        return None
+    with np.errstate(invalid="ignore"):
+        return leaf.astype(np.int64, copy=False)
+
+
+def _find(table: ModuleTable, given: GivenIds, leaves: Leaves) -> Recipe | None:
+    """Return where the ids of a lookup are in its batch, equal or all shifted by one number."""
+    values = given.values.view(np.int64)
+    shifted: Recipe | None = None
+    for place in range(len(leaves)):
+        array = leaves.array(place)
+        if array is None or not len(values):
+            continue
+        views: list[tuple[int | None, int | None, bool, NDArray[np.int64]]] = []
+        if array.size == len(values):
+            views.append((None, None, False, array.reshape(-1)))
+            if array.ndim == 2:
+                views.append((None, None, True, array.T.reshape(-1)))
+        if array.ndim == 2 and len(array) == len(values):
+            views += [(None, x, False, array[:, x]) for x in range(array.shape[1])]
+        if array.ndim == 2 and array.shape[1] == len(values):
+            views += [(x, None, False, array[x]) for x in range(len(array))]
+        for row, column, is_transposed, view in views:
+            addend = int(values[0] - view[0])
+            if (addend and shifted is not None) or not np.array_equal(values, view + addend):
+                continue
+            found = Recipe(table, given.padding, place, row, column, is_transposed, addend)
+            if not addend:
+                return found
+            shifted = found
+    return shifted
