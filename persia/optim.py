@@ -12,6 +12,7 @@ step scales the rows' gradients as it was scaled.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -85,7 +86,8 @@ class TableOptimizer(torch.optim.Optimizer):
         if lr is not None:
             options["lr"] = lr
         settings = self.rows(**options)
-        self._options = {key: value for key, value in vars(settings).items() if key[0] != "_"}
+        accepted = inspect.signature(self.rows.__init__).parameters
+        self._options = {key: value for key, value in vars(settings).items() if key in accepted}
         self.is_fused = fused
         self._inner: torch.optim.Optimizer | None = None  # of parameters that are no tables
         self._is_ready = False

@@ -235,3 +235,30 @@ def test_parameters_without_a_table_are_refused() -> None:
         persia.optim.Lion(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="max_norm must be above 0"):
         persia.optim.SGD(persia.nn.sparse_parameters(model), lr=0.1, max_norm=0)
+
+
+@pytest.mark.parametrize("name", [each for each in persia.optim.__all__ if "Table" not in each])
+def test_each_optimizer_is_made_and_steps(name: str) -> None:
+    module = persia.nn.EmbeddingBag(f"stepped by {name}", 4, mode="sum")
+    ids = torch.tensor([[1, 1 << 40]])
+    optimizer = getattr(persia.optim, name)(persia.nn.sparse_parameters(module), lr=0.1)
+    before = module(ids).detach()
+    module(ids).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(module(ids), before)
+
+
+def test_rowwise_adagrad_is_adagrad_with_one_sum_per_row() -> None:
+    modules = [persia.nn.Embedding(f"rowwise {place}", 4) for place in range(2)]
+    optimizers = [
+        persia.optim.RowwiseAdagrad(modules[0].parameters(), lr=0.1),
+        persia.optim.Adagrad(modules[1].parameters(), lr=0.1, vectorwise_shared=True),
+    ]
+    ids = torch.arange(5)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        module.table.write(ids, torch.arange(20.0).view(5, 4))
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(ids).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(*(module(ids) for module in modules))

@@ -20,19 +20,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import persia.nn
 import persia.optim
+from persia.embedding import Normal
 
 
 class Clicks(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.user = persia.nn.Embedding("user", 16)
-        self.item = persia.nn.Embedding("item", 16)
-        self.top = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.user = persia.nn.Embedding("user", 16, initialization=Normal(0, 0.3))
+        self.item = persia.nn.Embedding("item", 16, initialization=Normal(0, 0.3))
+        self.top = nn.Linear(16, 1)
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         users, items, labels = batch
-        vectors = torch.cat([self.user(users), self.item(items)], dim=1)
-        scores = self.top(vectors).squeeze(1)
+        scores = self.top(self.user(users) * self.item(items)).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(scores, labels)
         self.log("loss", loss, on_epoch=True)
         return loss
@@ -43,7 +43,7 @@ class Clicks(pl.LightningModule):
 
 
 class Rows(pl.Callback):
-    """Writes the rows beside each of Lightning's checkpoints, which have a reference to them."""
+    """Writes rows beside each of Lightning's checkpoints, which refer to them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +91,9 @@ def main(argv: list[str] | None = None) -> float:
         ],
     )
     loader = DataLoader(click_log(), batch_size=512)
-    trainer.fit(model, loader, ckpt_path=options.folder / "last.ckpt" if options.resume else None)
+    trainer.fit(
+        model, loader, ckpt_path=options.folder / "last.ckpt" if options.resume else None
+    )
     loss = float(trainer.callback_metrics["loss_epoch"])
     print(f"loss {loss:.6f}, {len(model.user.table)} users, {len(model.item.table)} items")
     return loss

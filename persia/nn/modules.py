@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from persia.tables import Table
 
 MODES = ("sum", "mean", "max")
-_LENGTHS = ("min_seqlen", "max_seqlen")
 _numbers = itertools.count(1)  # of tables without a name
 
 
@@ -244,10 +243,9 @@ class Embedding(TableModule):
         """
         if input.is_nested:
             values, edges = parts_of(input)
-            # The longest, where it is known: without it torch pads to the sum of all lengths.
-            known = {name: getattr(input, f"_maybe_{name}", None) for name in _LENGTHS}
-            given = {name: length for name, length in known.items() if length is not None}
-            return torch.nested.nested_tensor_from_jagged(self._of_ids(values), edges, **given)
+            return torch.nested.nested_tensor_from_jagged(
+                self._of_ids(values), edges, **_lengths_of(input)
+            )
         return self._of_ids(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
     def _of_ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -326,6 +324,17 @@ def parts_of(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if nested.layout is not torch.jagged:
         raise DataError("nested ids: expected layout=torch.jagged")
     return nested.values(), nested.offsets()
+
+
+def _lengths_of(nested: Any) -> dict[str, Any]:
+    """Return the least and greatest length of a nested tensor, where it has them.
+
+    Without them ``to_padded_tensor`` pads to the number of all values.
+    """
+    if torch.compiler.is_compiling():
+        return {}
+    names = ("min_seqlen", "max_seqlen")
+    return {name: getattr(nested, f"_maybe_{name}", None) for name in names}
 
 
 def bags(

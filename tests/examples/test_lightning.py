@@ -34,5 +34,6 @@ def test_it_learns_and_resumes(tmp_path: Path) -> None:
     parts.mkdir()
     loss = train(whole)
     first = train(parts, "--epochs", "2")
-    assert loss < 0.6 < first + 0.1
+    assert loss < 0.5  # of 0.69 by chance
+    assert first > loss
     assert train(parts, "--resume") == loss

@@ -198,3 +198,10 @@ def test_pretrained_rows_are_left_alone_unless_they_are_to_train(
     assert len(frozen.table) == 2
     with pytest.raises(DataError, match=r"ids: expected \[2\], one a row, got \[1\]"):
         persia.nn.Embedding.from_pretrained(torch.ones(2, 3), ids=asked[:1])
+
+
+def test_nested_vectors_pad_to_the_longest_sequence() -> None:
+    module = persia.nn.Embedding("padded", 4)
+    parts = [torch.arange(3), torch.arange(5), torch.arange(2)]
+    vectors = module(torch.nested.nested_tensor(parts, layout=torch.jagged))
+    assert torch.nested.to_padded_tensor(vectors, 0.0).shape == (3, 5, 4)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,6 +34,11 @@ def package(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as exc:
         pytest.skip(f"{exc}; `make zoo` installs it")
+
+
+def num_distinct(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many distinct ids tensors have."""
+    return len(np.unique(torch.cat([each.flatten() for each in tensors]).numpy()))
 
 
 def tables_of(model: nn.Module) -> dict[str, Any]:

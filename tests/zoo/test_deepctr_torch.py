@@ -19,6 +19,7 @@ from tests.zoo.alike import (
     STEPS,
     assert_converted_alike,
     assert_learns_new,
+    num_distinct,
     package,
     tables_of,
 )
@@ -88,8 +89,7 @@ def batches(model: Any, count: int, seed: int, first: int = 0) -> list[Batch]:
 def ids_of(model: Any, data: list[Batch], *names: str) -> int:
     """Return how many distinct ids columns have."""
     places = [model.feature_index[name] for name in names if name in model.feature_index]
-    parts = [features[:, slice(*place)].flatten() for features, _ in data for place in places]
-    return len(torch.cat(parts).unique())
+    return num_distinct(features[:, slice(*place)] for features, _ in data for place in places)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -108,7 +108,7 @@ def test_a_converted_model_trains_alike_and_then_learns_new_ids(
 
 
 def test_its_fit_trains_a_converted_model() -> None:
-    model = persia.nn.convert(xdeepfm())
+    model: Any = persia.nn.convert(xdeepfm())
     model.compile(persia.optim.Adagrad(model.parameters(), lr=0.05), "binary_crossentropy")
     data = batches(model, 10, 1, NEW)
     features = torch.cat([each for each, _ in data]).numpy()

@@ -16,6 +16,7 @@ from tests.zoo.alike import (
     STEPS,
     assert_converted_alike,
     assert_learns_new,
+    num_distinct,
     package,
 )
 
@@ -93,11 +94,10 @@ def test_a_converted_model_trains_alike_and_then_learns_new_ids(
     model = MODELS[name]()
     converted = assert_converted_alike(model, loss_of, batches(STEPS, 1), optimizer, lr=0.05)
     unseen = batches(10, 2, NEW)
-    users = torch.cat([each["user"] for each, _ in unseen]).unique()
-    items = torch.cat([each["item"] for each, _ in unseen])
-    if name == "din":
-        items = torch.cat([items, *(each["seen"].flatten() for each, _ in unseen)])
-    assert_learns_new(converted, loss_of, unseen, len(users) + len(items.unique()))
+    of_items = ["item", "seen"] if name == "din" else ["item"]
+    users = num_distinct(each["user"] for each, _ in unseen)
+    items = num_distinct(each[key] for each, _ in unseen for key in of_items)
+    assert_learns_new(converted, loss_of, unseen, users + items)
 
 
 def test_its_trainer_trains_a_converted_model() -> None:
