@@ -262,3 +262,19 @@ def test_rowwise_adagrad_is_adagrad_with_one_sum_per_row() -> None:
             module(ids).square().sum().backward()
             optimizer.step()
     assert torch.equal(*(module(ids) for module in modules))
+
+
+def test_what_scales_gradients_between_backwards_scales_those_so_far() -> None:
+    """Clipping behind each of several backwards, and gradients set to zero in place."""
+    both = twins("sgd")
+    for number, batch in enumerate(batches(12)):
+        losses = both.losses(batch)
+        for loss, net in zip(losses, (both.ours, both.torchs), strict=True):
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        if number % 4 == 3:
+            both.our_optimizer.step()
+            both.torch_optimizer.step()
+            both.ours.zero_grad(set_to_none=False)
+            both.torchs.zero_grad(set_to_none=False)
+    both.assert_equal()

@@ -329,6 +329,8 @@ def hand_over(
         pending = table.pending
         if pending.num_marks and table.anchor.grad is None:
             pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
+        if pending.num_marks:
+            _scale_as_the_anchor(table, pending)
         pending.num_lookups = 0
         pending.num_backwards += 1
         if pending.num_backwards >= PATIENCE:
@@ -358,6 +360,24 @@ def _warn_of_patience(table: ModuleTable) -> None:
             f"{MANY_LOOKUPS} gradients of its rows were added up and none was stepped: call "
             "step() of its optimizer of persia.optim behind loss.backward()"
         )
+
+
+def _scale_as_the_anchor(table: ModuleTable, pending: PendingGradients) -> None:
+    """Apply what has scaled the anchor's gradient since the last backward, before one adds to it.
+
+    As clipping of each of several batches does, or zero_grad(set_to_none=False).
+    """
+    gradient = table.anchor.grad
+    if gradient is None:
+        return
+    whole = _mark(gradient.dtype) * pending.num_marks
+    factor: torch.Tensor | float = gradient[1].detach().float() / whole
+    if gradient.device.type == "cpu" and (factor := float(factor)) == 1.0:
+        return
+    for one in pending.gradients:
+        one.sums = one.sums * factor
+    with torch.no_grad():
+        gradient[1] = whole
 
 
 def note_accumulated(table: ModuleTable) -> None:
