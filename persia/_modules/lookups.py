@@ -330,7 +330,7 @@ def hand_over(
         if pending.num_marks and table.anchor.grad is None:
             pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
         if pending.num_marks:
-            _scale_as_the_anchor(table, pending)
+            _scale_as_the_anchor(table)
         pending.num_lookups = 0
         pending.num_backwards += 1
         if pending.num_backwards >= PATIENCE:
@@ -362,12 +362,12 @@ def _warn_of_patience(table: ModuleTable) -> None:
         )
 
 
-def _scale_as_the_anchor(table: ModuleTable, pending: PendingGradients) -> None:
+def _scale_as_the_anchor(table: ModuleTable) -> None:
     """Apply what has scaled the anchor's gradient since the last backward, before one adds to it.
 
     As clipping of each of several batches does, or zero_grad(set_to_none=False).
     """
-    gradient = table.anchor.grad
+    gradient, pending = table.anchor.grad, table.pending
     if gradient is None:
         return
     whole = _mark(gradient.dtype) * pending.num_marks
