@@ -38,14 +38,14 @@ _LR = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TriedRows:
     """Rows as servers hold them, f32 [n, dim + words], and the gradients of some steps."""
 
     rows: Floats
     gradients: list[Floats]
 
     @staticmethod
-    def of(optimizer: RowOptimizer, dim: int, count: int = _NUM_ROWS) -> Rows:
+    def of(optimizer: RowOptimizer, dim: int, count: int = _NUM_ROWS) -> TriedRows:
         """Draw rows that were never stepped, the same ones for a dim."""
         random = np.random.default_rng(dim)
         state = optimizer.new_state(dim).view(np.float32)
@@ -54,7 +54,7 @@ class Rows:
         steps = [
             random.standard_normal((count, dim), dtype=np.float32) for _ in range(_NUM_STEPS)
         ]
-        return Rows(rows, steps)
+        return TriedRows(rows, steps)
 
     def stepped(self, optimizer: RowOptimizer) -> Floats:
         """Return the rows after all steps."""
@@ -106,7 +106,7 @@ def _against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str
     params = {k: v for k, v in optimizer.options.items() if k not in ("lr", "guard")}
     largest, same = 0.0, True
     for dim in _DIMS:
-        given = Rows.of(optimizer, dim, 5)
+        given = TriedRows.of(optimizer, dim, 5)
         got = given.stepped(optimizer)
         for row in range(5):
             values, state = np.split(given.rows[row].copy(), [dim])
@@ -132,12 +132,12 @@ def _expect_same(what: str, optimizer: RowOptimizer, dim: int, got: Floats, want
 
 def _alignment(optimizer: RowOptimizer) -> str:
     for dim in (1, 7, 8, 16, 33, 64):
-        given = Rows.of(optimizer, dim)
+        given = TriedRows.of(optimizer, dim)
         want = given.stepped(optimizer)
         for offset in range(1, 16):
             place = np.empty(want.size + offset, np.float32)[offset:].reshape(want.shape)
             place[:] = given.rows
-            moved = Rows(place, given.gradients)
+            moved = TriedRows(place, given.gradients)
             for number, gradients in enumerate(moved.gradients):
                 optimizer.step_rows(place, gradients, number=number)
             _expect_same(f"{4 * offset} bytes further", optimizer, dim, place, want)
@@ -146,17 +146,17 @@ def _alignment(optimizer: RowOptimizer) -> str:
 
 def _company(optimizer: RowOptimizer) -> str:
     for dim in (1, 8, 16, 33):
-        given = Rows.of(optimizer, dim)
+        given = TriedRows.of(optimizer, dim)
         want = given.stepped(optimizer)
         for row in range(_NUM_ROWS):
-            alone = Rows(given.rows[row : row + 1], [g[row : row + 1] for g in given.gradients])
+            alone = TriedRows(given.rows[row : row + 1], [g[row : row + 1] for g in given.gradients])
             got = alone.stepped(optimizer)
             _expect_same("where a row is alone in a call", optimizer, dim, got, want[row : row + 1])
     return "company: the same bytes, whichever rows come in one call"
 
 
 def _threads(optimizer: RowOptimizer) -> str:
-    given = Rows.of(optimizer, 16, 2000)
+    given = TriedRows.of(optimizer, 16, 2000)
     want = given.stepped(optimizer)
     found: list[Floats] = []
 
@@ -226,9 +226,9 @@ def _speed(optimizer: RowOptimizer) -> str:
 
 def _ratio(one: RowOptimizer, other: RowOptimizer, dim: int) -> float:
     """Return how fast the other one is as a part of the first's speed, paired."""
-    first, second = Rows.of(one, dim, 2048), Rows.of(other, dim, 2048)
+    first, second = TriedRows.of(one, dim, 2048), TriedRows.of(other, dim, 2048)
 
-    def seconds(optimizer: RowOptimizer, given: Rows) -> float:
+    def seconds(optimizer: RowOptimizer, given: TriedRows) -> float:
         begin = time.perf_counter()
         optimizer.step_rows(given.rows, given.gradients[0])
         return time.perf_counter() - begin

@@ -54,7 +54,8 @@ typedef struct {
     void (*init)(float *state, uint32_t dim, const double *params);
     /* Steps the rows; 0, or an error code of the library's own. All rows of a call that returns
      * an error are put back, and each is tried alone. Rows alone that return an error, or have a
-     * NaN though row and gradient had none, are put back and reported. Needed. */
+     * NaN though row and gradient had none, are put back and reported. Where the trainer has
+     * switched the guard off they are reported only. Needed. */
     int (*step)(const persia_block_t *rows);
 } persia_optimizer_t;
 

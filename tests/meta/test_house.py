@@ -97,7 +97,8 @@ def test_words_are_plain() -> None:
 
 
 def test_pages_name_no_private_module() -> None:
-    allowed = {ROOT / "docs" / "design.md"}
+    # The second names the modules whose .pxd files Cython users may cimport.
+    allowed = {ROOT / "docs" / "design.md", ROOT / "docs" / "own-optimizers.md"}
     found = [
         f"{path.relative_to(ROOT)}: {match}"
         for path in tracked("docs/*.md", "README.md")

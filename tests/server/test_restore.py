@@ -94,7 +94,7 @@ def test_adagrad_of_a_user_evicts_and_writes_changes_as_the_built_in(tmp_path: P
     found = []
     for number, optimizer in enumerate((ADAGRAD, native)):
         folder = tmp_path / str(number)
-        changes = {
+        changes: dict[str, Any] = {
             "enable_incremental_update": True,
             "incremental_dir": str(folder),
             "capacity": 100,
