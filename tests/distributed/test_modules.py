@@ -56,6 +56,18 @@ def run_script(
     return found
 
 
+def train_one_process(both: Twins, steps: int) -> list[float]:
+    """Train ours, eager, in a store of this process; return its losses."""
+    losses = []
+    for users, items, labels in batches(steps):
+        both.our_optimizer.zero_grad()
+        loss = ((both.ours(users, items) - labels) ** 2).mean()
+        loss.backward()
+        both.our_optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def assert_equal_torchs(found: dict[str, Any], both: Twins) -> None:
     for name in ("user", "item", "top"):
         theirs = getattr(both.torchs, name).weight.detach()
@@ -76,13 +88,8 @@ def test_over_servers_200_steps_equal_torchs_and_those_of_one_process(tmp_path: 
     both = twins("adagrad")
     assert found["losses"] == pytest.approx(train_torchs(both, NUM_STEPS), abs=1e-5)
     assert_equal_torchs(found, both)
-    alone = twins("adagrad")
-    for (users, items, labels), loss in zip(batches(NUM_STEPS), found["losses"], strict=True):
-        alone.our_optimizer.zero_grad()
-        ours = ((alone.ours(users, items) - labels) ** 2).mean()
-        ours.backward()
-        alone.our_optimizer.step()
-        assert ours.item() == pytest.approx(loss, abs=1e-6)
+    alone = train_one_process(twins("adagrad"), NUM_STEPS)
+    assert found["losses"] == pytest.approx(alone, abs=1e-6)
     assert_goes_on(found, 0.0)
     assert_rows_by_id(found)
     # Without an optimizer nothing is trained, and nothing that was written is lost.
@@ -106,3 +113,30 @@ def test_two_ranks_train_as_one_does_on_the_joined_batch(tmp_path: Path) -> None
     assert_equal_torchs(found, both)
     # Sums of two ranks' updates are rounded in the order in which they come.
     assert_goes_on(found, 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_optimizers_with_state_step_over_servers_as_in_one_process(
+    optimizer: str, tmp_path: Path
+) -> None:
+    """Where every row is met, they equal torch's: tests/test_optim.py."""
+    found = run_script(tmp_path, optimizer, NUM_STEPS, str(tmp_path / "saved"))
+    both = twins(optimizer)
+    alone = train_one_process(both, NUM_STEPS)
+    assert found["losses"] == pytest.approx(alone, abs=1e-6)
+    for name in ("user", "item"):
+        rows = getattr(both.ours, name).table.read(range(ROWS))
+        assert (found["loaded"][name] - torch.from_numpy(rows)).abs().max() < 1e-6
+    assert_goes_on(found, 0.0)  # its state is in the checkpoint
+
+
+@pytest.mark.parametrize("how", ["prefetch", "compiled", "compiled,prefetch"])
+def test_lookups_ahead_and_compiled_models_equal_the_plain_one_over_servers(
+    how: str, tmp_path: Path
+) -> None:
+    found = run_script(tmp_path, "adagrad", 60, f"--{how}")
+    both = twins("adagrad")
+    assert found["losses"] == pytest.approx(train_torchs(both, 60), abs=1e-5)
+    assert_equal_torchs(found, both)
+    if "prefetch" in how:
+        assert found["ahead"] > 0.8 * 2 * 60  # of two modules' lookups

@@ -1,7 +1,8 @@
 """A model of persia.nn, trained over the servers that the environment names.
 
-Usage: modules.py OPTIMIZER STEPS OUTPUT [FOLDER]. Each of several ranks trains its part of
-every batch, the dense layers under DistributedDataParallel, and rank 0 writes what it found.
+Usage: modules.py OPTIMIZER STEPS OUTPUT [FOLDER | --HOW,...]. HOW is compiled or
+prefetch. Each of several ranks trains its part of every batch, the dense layers under
+DistributedDataParallel, and rank 0 writes what it found.
 """
 
 from __future__ import annotations
@@ -23,6 +24,21 @@ from tests.support.twins import BATCH, DIM, ROWS, Twins, batches, twins
 def own_part(batch: tuple[torch.Tensor, ...], rank: int, world_size: int) -> Any:
     size = BATCH // world_size
     return tuple(each[rank * size : (rank + 1) * size] for each in batch)
+
+
+def train_otherwise(both: Twins, steps: int, how: list[str]) -> dict[str, Any]:
+    """Train ours compiled, or with lookups ahead, or both."""
+    net: Any = torch.compile(both.ours, fullgraph=True) if "compiled" in how else both.ours
+    data: Any = list(batches(steps))
+    loader = persia.nn.prefetch(data, both.ours, depth=1) if "prefetch" in how else data
+    losses = []
+    for users, items, labels in loader:
+        both.our_optimizer.zero_grad()
+        loss = ((net(users, items) - labels) ** 2).mean()
+        loss.backward()
+        both.our_optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "ahead": getattr(loader, "num_hits", 0)}
 
 
 def train(both: Twins, steps: int, rank: int, world_size: int, seed: int = 1) -> list[float]:
@@ -86,14 +102,19 @@ def main() -> None:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         dist.init_process_group("gloo")
-    found: dict[str, Any] = {} if world_size > 1 else use_before_an_optimizer()
+    found: dict[str, Any] = {}
+    if world_size == 1 and optimizer == "adagrad":  # the servers' only one, from then on
+        found = use_before_an_optimizer()
     both = twins(optimizer)
     torch.manual_seed(rank)  # as scripts do to shuffle by rank
     for turn in range(world_size if world_size > 1 else 0):
         if turn == rank:  # the others configure servers that have rows
             both.ours.user(torch.arange(ROWS).view(-1, 1))
         dist.barrier()
-    found["losses"] = train(both, int(steps), rank, world_size)
+    if folder and folder[0].startswith("--"):
+        found |= train_otherwise(both, int(steps), folder.pop()[2:].split(","))
+    else:
+        found["losses"] = train(both, int(steps), rank, world_size)
     found |= state(both)
     if folder:
         persia.nn.save(both.ours, folder[0], both.our_optimizer)
