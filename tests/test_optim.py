@@ -270,7 +270,7 @@ def test_what_scales_gradients_between_backwards_scales_those_so_far() -> None:
     for number, batch in enumerate(batches(12)):
         losses = both.losses(batch)
         for loss, net in zip(losses, (both.ours, both.torchs), strict=True):
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         if number % 4 == 3:
             both.our_optimizer.step()

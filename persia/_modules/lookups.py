@@ -363,7 +363,7 @@ def _warn_of_patience(table: ModuleTable) -> None:
 
 
 def _scale_as_the_anchor(table: ModuleTable) -> None:
-    """Apply what has scaled the anchor's gradient since the last backward, before one adds to it.
+    """Apply what has scaled the anchor's gradient since the last backward.
 
     As clipping of each of several batches does, or zero_grad(set_to_none=False).
     """
