@@ -180,7 +180,8 @@ def test_rows_of_training_are_followed(tmp_path: Path) -> None:
     for one in others:
         read = [one for one in of_server(one).read() if one.name == "persia_row_age_seconds"]
         assert [sample.labels for sample in read] == [{"server": "0"}, {"server": "1"}]
-        assert all(isinstance(sample.value, float) and 0.0 <= sample.value < 600.0 for sample in read)
+        ages = [sample.value for sample in read]
+        assert all(isinstance(age, float) and 0.0 <= age < 600.0 for age in ages)
         one.close()
     for server in servers:
         server.close()
