@@ -510,7 +510,8 @@ def test_a_checkpoint_without_an_order_says_so(
     make_ctx: MakeCtx, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_ctx() as ctx:
-        ctx.dump_checkpoint(tmp_path)  # as one of an earlier version
+        ctx.update_times = 1  # as one of an earlier version that has trained
+        ctx.dump_checkpoint(tmp_path)
     knows = SpyWorker()
     knows.fix_feature_order(FeatureOrder(("user", "tags"), (), ()), None)
     for features, worker, warns in (

@@ -184,7 +184,8 @@ cdef class NativeLibrary:
         words[:3, dim + 1:] = _GUARD
         words[3:, width + 1:] = _GUARD
         floats = words.view(np.float32)
-        floats[:3, 1:dim + 1] = np.linspace(-0.5, 0.5, 3 * dim, dtype=np.float32).reshape(3, dim)
+        ramp = np.linspace(-0.5, 0.5, 3 * dim, dtype=np.float32)
+        floats[:3, 1:dim + 1] = ramp.reshape(3, dim)
         steps = np.linspace(0.25, -0.25, 3 * dim, dtype=np.float32).reshape(3, dim)
         cdef float[:, ::1] view = floats
         cdef float[:, ::1] gradients = steps
