@@ -239,7 +239,7 @@ format:  ## let ruff write the style it checks
 define copy_tree
 mkdir -p build/$(1)
 find build/$(1) -type f ! -path 'build/$(1)/build/*' ! -name '*.so' ! -name '*.c' -delete
-tar -cf - --exclude='*.so' --exclude='*.c' --exclude=__pycache__ $(TREE) | tar -xf - -C build/$(1)
+tar -cf - --exclude='*.so' --exclude='persia/*.c' --exclude=__pycache__ $(TREE) | tar -xf - -C build/$(1)
 endef
 
 debug: $(VENV)/.dev  ## bounds checks and invariant walks; runs the core tests on them

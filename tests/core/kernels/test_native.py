@@ -144,9 +144,11 @@ RowOptimizer(name, lr=0.5).step_rows(rows, np.full((1, 8), 300, np.float32))
 
 def test_a_crash_in_a_kernel_is_said_by_its_name() -> None:
     command = [sys.executable, "-c", CRASH, str(kernels.library("faulty"))]
+    # A sanitizer, if there is one, is to leave the signal to us.
+    options = f"{os.environ.get('ASAN_OPTIONS', '')}:handle_segv=0"
     ended = subprocess.run(
         command,
-        env=env.of_child(PYTHONPATH=str(ROOT)),
+        env=env.of_child(PYTHONPATH=str(ROOT), ASAN_OPTIONS=options),
         capture_output=True,
         text=True,
         timeout=60,
