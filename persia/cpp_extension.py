@@ -222,7 +222,7 @@ def cached_load_arcadia_extension(
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _main(argv: Sequence[str] | None = None) -> int:
     """Check kernels of servers: ``python -m persia.cpp_extension check file.c``."""
     import argparse
 
@@ -257,4 +257,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(_main())

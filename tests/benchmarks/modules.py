@@ -42,6 +42,7 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from tests.benchmarks.interleaved import (
     Clock,
+    Series,
     interleave,
     parser,
     pin_malloc,
@@ -209,12 +210,7 @@ def measure_forms(args: argparse.Namespace) -> None:
             "prefetch": lambda: form.steps(is_prefetched=True),
         }
         series = _series(slices, args, len(raws[0].labels))
-    rates = [f"{own.rate * 1e3:.1f}" for own in series.values()]
-    ratios = (
-        ratio(series["module"], series["staleness 1"]),
-        ratio(series["prefetch"], series["auto"]),
-    )
-    row(args.threads[0], *rates, *ratios)
+    _print(args, series, ("module", "staleness 1"), ("prefetch", "auto"))
 
 
 def measure_converted(args: argparse.Namespace) -> None:
@@ -228,11 +224,16 @@ def measure_converted(args: argparse.Namespace) -> None:
         "converted, whole": lambda: ours.steps(is_whole=True),
     }
     series = _series(slices, args, len(raws[0].labels))
+    pairs = [(f"converted, {part}", f"torch, {part}") for part in ("sparse", "whole")]
+    _print(args, series, *pairs)
+
+
+def _print(
+    args: argparse.Namespace, series: dict[str, Series], *pairs: tuple[str, str]
+) -> None:
+    """Print a row: the rates of all, and how many times the second's each first one has."""
     rates = [f"{own.rate * 1e3:.1f}" for own in series.values()]
-    ratios = (
-        ratio(series["converted, sparse"], series["torch, sparse"]),
-        ratio(series["converted, whole"], series["torch, whole"]),
-    )
+    ratios = [ratio(series[one], series[other]) for one, other in pairs]
     row(args.threads[0], *rates, *ratios)
 
 

@@ -85,5 +85,5 @@ def test_a_model_that_is_another_one_is_seen(tmp_path: Path) -> None:
 def test_the_command_prints_what_was_not_passed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cpp_extension.main(["check", str(tmp_path / "absent.c")]) == 1
+    assert cpp_extension._main(["check", str(tmp_path / "absent.c")]) == 1
     assert "not passed: " in capsys.readouterr().out

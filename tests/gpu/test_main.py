@@ -78,7 +78,9 @@ def test_packages_are_carried_with_what_they_need(tmp_path: Path) -> None:
 def test_a_part_ends_by_itself_or_by_its_limit(tmp_path: Path) -> None:
     good = Part("good", [sys.executable, "-c", "print('3 passed')"], 60.0)
     bad = Part("bad", [sys.executable, "-c", "raise SystemExit(3)"], 60.0)
-    slow = Part("slow", [sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
+    slow = Part(
+        "slow", [sys.executable, "-c", "import threading; threading.Event().wait(60)"], 0.2
+    )
     late = Part("late", [sys.executable, "-c", ""], 60.0)
     for part in (good, bad, slow):
         part.run(tmp_path, 60.0)
