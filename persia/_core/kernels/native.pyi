@@ -1,3 +1,7 @@
+from typing import final
+
+from typing_extensions import Self
+
 VERSION: int
 PREFIX: str
 SYMBOL: str
@@ -7,3 +11,9 @@ def loaded() -> tuple[str, ...]: ...
 def params_of(name: str) -> dict[str, float]: ...
 def load(path: str, name: str) -> None: ...
 def try_out(name: str) -> None: ...
+
+@final
+class NativeLibrary:
+    name: str
+    params: dict[str, float]
+    def __new__(cls, name: str) -> Self: ...

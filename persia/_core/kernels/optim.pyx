@@ -172,7 +172,7 @@ def with_defaults(owner, options, defaults):
 def complete(name, options):
     """The options of optimizer ``name`` with defaults filled in, each checked."""
     if is_native(name):
-        return complete_native(name, options)
+        return _complete_native(name, options)
     if name not in OPTIONS:
         raise unknown("optimizer", name, OPTIONS)
     complete_options = {
@@ -203,7 +203,7 @@ def complete(name, options):
     return complete_options
 
 
-def complete_native(name, options):
+def _complete_native(name, options):
     """The learning rate and the parameters of a user's kernel, which has no bounds for them."""
     cdef NativeLibrary library = library_of(name)
     values = with_defaults(name, options, {"lr": None, "guard": True, **library.params})
