@@ -541,7 +541,7 @@ def _direct(
         one.kind is not OutputKind.USER_OUTPUT for one in signature.output_specs
     ):  # it changes its own tensors, or has inputs of another kind
         return program.module(check_guards=False), None
-    called = functools.partial(program.graph_module, *(held[one] for one in targets))
+    called = functools.partial(program.graph_module.forward, *(held[one] for one in targets))
     if any(
         name not in members or not one.numel() or not one.is_contiguous()
         for name, one in state.items()
@@ -549,4 +549,4 @@ def _direct(
         return called, None
     weights = {members[name]: one.detach().to("meta") for name, one in state.items()}
     fixed = tuple(members[one] if one in state else held[one] for one in targets)
-    return called, _Graph(program.graph_module, weights, fixed)
+    return called, _Graph(program.graph_module.forward, weights, fixed)

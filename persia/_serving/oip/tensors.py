@@ -66,7 +66,7 @@ def checked_shape(
     name: str, shape: object, limits: RequestLimits
 ) -> tuple[tuple[int, ...], int]:
     """Return a shape and its number of elements; nothing has been allocated for it yet."""
-    if not isinstance(shape, Sequence) or isinstance(shape, str):
+    if type(shape) is not list:
         raise DataError(f"input {name!r}: expected a list of numbers as shape, got {shape!r}")
     if len(shape) > limits.rank:
         raise DataError(

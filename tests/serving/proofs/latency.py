@@ -5,7 +5,9 @@
 A DLRM of 26 id features and 13 dense values, rows of dim 16 in the serving process; one client,
 turns of 50 requests interleaved over all contenders. HTTP bodies are binary and the same bytes
 for both servers, and so are gRPC's messages. What is the server's own is a request
-without lookup and forward of the same Predictor in this process.
+without lookup and forward of the same Predictor in this process. Of that ``bare HTTP`` is what
+uvicorn takes to read the same bodies and to answer as many bytes without a look at them, and
+``decode`` is reading a body's tensors and making id features of them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import argparse
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +30,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from persia._serving.oip import http_codec
 from persia._serving.oip.proto import inference_pb2 as pb
+from persia._serving.oip.tensors import RequestLimits
 from persia._serving.triton import write_triton
 from persia.ctx import TrainCtx
 from persia.embedding.data import (
@@ -41,11 +47,13 @@ from tests.benchmarks.local.dlrm import DLRM, NUM_DENSE, NUM_FEATURES, SLOTS
 from tests.serving.conformance.triton_host import python_path, triton_server, why_no_triton
 from tests.serving.proofs.support import (
     CANDIDATES,
+    START_S,
     Lines,
     ServeProcess,
     binary_body,
     percentile,
 )
+from tests.support.waiting import until
 
 MODEL, BATCH, A_TURN, NUM_REQUESTS = "dlrm", 16_384, 50, 64
 NAMES = tuple(SLOTS)
@@ -119,6 +127,40 @@ def over_http(stack: ExitStack, port: int, given: list[Inputs]) -> Ask:
     return ask
 
 
+_BARE = """
+import sys
+import uvicorn
+
+async def app(scope, receive, send):
+    while (await receive()).get("more_body"):
+        pass
+    headers = [(b"content-length", b"%d" % len(ANSWER))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": ANSWER})
+
+ANSWER = bytes(int(sys.argv[2]))
+uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False, lifespan="off")
+"""
+
+
+def over_bare_http(stack: ExitStack, given: list[Inputs]) -> Ask:
+    """Ask uvicorn with nothing behind it for answers of about the size of a real one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    size = 4 * CANDIDATES + 200
+    process = subprocess.Popen([sys.executable, "-c", _BARE, str(port), str(size)])
+    stack.callback(process.wait, 30)
+    stack.callback(process.terminate)
+
+    def is_open() -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+        return False
+
+    until(is_open, START_S)
+    return over_http(stack, port, given)
+
+
 def over_grpc(stack: ExitStack, address: str, given: list[Inputs]) -> Ask:
     """Ask by messages that are made already."""
     channel = stack.enter_context(grpc.insecure_channel(address))
@@ -144,7 +186,7 @@ def over_grpc(stack: ExitStack, address: str, given: list[Inputs]) -> Ask:
 
 
 def in_process(stack: ExitStack, bundle: Path, given: list[Inputs]) -> dict[str, Ask]:
-    """Return the Predictor, and its two parts."""
+    """Return the Predictor, its two parts, and the reading of a body before them."""
     predictor = stack.enter_context(closing(Predictor(bundle)))
     found: Any = predictor._program
     with torch.inference_mode():
@@ -167,7 +209,17 @@ def in_process(stack: ExitStack, bundle: Path, given: list[Inputs]) -> dict[str,
     def ask(number: int) -> None:
         predictor(given[number % NUM_REQUESTS])
 
-    return {"Predictor": ask, "lookup": look_up, "forward": forward}
+    bodies = []
+    for one in given:
+        body, headers = binary_body(one)
+        bodies.append((body, headers[http_codec.HEADER_LENGTH]))
+    limits = RequestLimits()
+
+    def read(number: int) -> None:
+        body, length = bodies[number % NUM_REQUESTS]
+        decode(http_codec.decode(body, length, None, limits).inputs)
+
+    return {"Predictor": ask, "lookup": look_up, "forward": forward, "decode": read}
 
 
 def measure(contenders: dict[str, Ask], rounds: int) -> dict[str, NDArray[np.float64]]:
@@ -233,6 +285,7 @@ def contend(stack: ExitStack, folder: Path, given: list[Inputs]) -> tuple[dict[s
     bundle = folder / "models" / MODEL / "1"
     contenders = in_process(stack, bundle, given)
     contenders["HTTP"] = over_http(stack, server.http_port, given)
+    contenders["bare HTTP"] = over_bare_http(stack, given)
     contenders["gRPC"] = over_grpc(stack, f"127.0.0.1:{server.grpc_port}", given)
     why = why_no_triton()
     if why:
