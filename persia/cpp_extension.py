@@ -22,7 +22,7 @@ from persia._build.builders import (
 )
 from persia._build.modules import load_module, load_prebuilt_or_build
 from persia._build.shared_library import compile_shared_library
-from persia.errors import ConfigError, ExtensionError
+from persia.errors import ConfigError, PersiaError
 
 if TYPE_CHECKING:
     from persia._build.setuptools_command import BuildPrebuilt as BuildPrebuilt
@@ -250,7 +250,7 @@ def _main(argv: Sequence[str] | None = None) -> int:
             given.sources, name, given.model, given.tolerance, params
         ):
             print(line, flush=True)
-    except (ConfigError, ExtensionError, ValueError) as exc:
+    except (PersiaError, ValueError) as exc:
         print(f"not passed: {exc}")
         return 1
     return 0

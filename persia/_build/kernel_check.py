@@ -10,9 +10,9 @@ import runpy
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ _DIMS = (*range(1, 71), 96, 128, 256, 1000)
 _NUM_ROWS = 70  # three calls of a kernel, the last with a few rows
 _NUM_STEPS = 4
 _NUM_THREADS = 4
+_DEADLINE_S = 600.0  # of what is run beside, or by threads
 _PAIRS = 31
 _LR = 0.05
 
@@ -158,18 +159,11 @@ def _company(optimizer: RowOptimizer) -> str:
 def _threads(optimizer: RowOptimizer) -> str:
     given = TriedRows.of(optimizer, 16, 2000)
     want = given.stepped(optimizer)
-    found: list[Floats] = []
-
-    def run() -> None:
-        found.extend(given.stepped(optimizer) for _ in range(10))
-
-    threads = [threading.Thread(target=run) for _ in range(_NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for got in found:
-        _expect_same("where several threads step", optimizer, 16, got, want)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        steps = [pool.submit(given.stepped, optimizer) for _ in range(10 * _NUM_THREADS)]
+        for one in steps:
+            got = one.result(_DEADLINE_S)
+            _expect_same("where several threads step", optimizer, 16, got, want)
     return f"threads: the same bytes from {_NUM_THREADS} at a time"
 
 
@@ -178,8 +172,7 @@ def _sanitizers(sources: list[Path], name: str) -> str:
     runtimes = []
     for runtime in ("libasan.so", "libubsan.so"):
         asked = [*compiler.command, f"-print-file-name={runtime}"]
-        ended = subprocess.run(asked, capture_output=True, text=True, check=False)
-        runtimes.append(ended.stdout.strip())
+        runtimes.append(_run(asked, name).stdout.strip())
     if not all(Path(runtime).is_absolute() for runtime in runtimes):
         return "sanitizers: this compiler has none, nothing was checked"
     flags: tuple[str, ...] = ("-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined")
@@ -187,19 +180,30 @@ def _sanitizers(sources: list[Path], name: str) -> str:
     library = kernel_library.compile_kernels(sources, name, cflags=flags)
     command = [sys.executable, "-m", "persia._build.kernel_child", str(library)]
     variables = env.of_child(LD_PRELOAD=" ".join(runtimes), ASAN_OPTIONS="detect_leaks=0")
-    ended = subprocess.run(
-        [*command, f"native:{name}:sanitized"],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    ended = _run([*command, f"native:{name}:sanitized"], name, variables)
     if ended.returncode:
         raise ExtensionError(
             f"{name}: under AddressSanitizer and UBSan:\n{ended.stdout}{ended.stderr[:4000]}"
         )
     return "sanitizers: AddressSanitizer and UBSan report nothing"
+
+
+def _run(
+    command: list[str], name: str, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_DEADLINE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ExtensionError(
+            f"{name}: {' '.join(command):.200} did not end within {_DEADLINE_S:.0f} s"
+        ) from None
 
 
 @functools.cache

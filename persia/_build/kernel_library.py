@@ -133,7 +133,12 @@ def _load(content: bytes, optimizer: str) -> None:
         if optimizer in native.loaded():
             return
         with _as_file(content) as (path, descriptors):
-            _try_out(path, optimizer, descriptors)
+            try:
+                _try_out(path, optimizer, descriptors)
+            except BaseException:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                raise
             native.load(path, optimizer)
 
 
@@ -141,11 +146,15 @@ def _load(content: bytes, optimizer: str) -> None:
 def _as_file(content: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Have a path of these bytes, that no other process can change meanwhile."""
     if sys.platform == "linux":
-        # Never closed: the loader knows libraries by their paths, and another one would take
-        # the number of this one.
-        descriptor = os.memfd_create("persia-kernels")
+        import fcntl
+
+        # Open for as long as it is loaded: the loader knows libraries by their paths, and
+        # another one would take the number of this one.
+        descriptor = os.memfd_create("persia-kernels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(descriptor, "wb", closefd=False) as file:  # noqa: PTH123
             file.write(content)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         yield f"/proc/self/fd/{descriptor}", (descriptor,)
         return
     with tempfile.NamedTemporaryFile(suffix=".so") as temporary:

@@ -9,12 +9,13 @@ import pytest
 
 from persia import cpp_extension
 from persia._build import kernel_check
-from persia.errors import ConfigError, ExtensionError
+from persia.errors import ConfigError, ExtensionError, KernelError
 from tests.support import kernels
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 SOURCE = """
+#include <pthread.h>
 #include <stdlib.h>
 #include "persia_kernels.h"
 static int step(const persia_block_t *rows)
@@ -68,6 +69,29 @@ def test_what_a_good_kernel_passes(tmp_path: Path) -> None:
 def test_what_breaks_a_promise_is_named(tmp_path: Path, statement: str, message: str) -> None:
     with pytest.raises(ExtensionError, match=message):
         check(tmp_path, statement)
+
+
+# The first call is from the thread that checks.
+OTHER_THREAD = """
+    static pthread_t first;
+    static int is_known;
+    if (!is_known) { first = pthread_self(); is_known = 1; }
+    if (!pthread_equal(first, pthread_self())) return 7;
+"""
+
+
+def test_a_kernel_that_fails_in_other_threads_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(KernelError, match="returned the error 7"):
+        check(tmp_path, OTHER_THREAD)
+
+
+def test_the_command_prints_what_a_kernel_returned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "sgd.c"
+    source.write_text(SOURCE % "if (rows->dim == 8) return 7;")
+    assert cpp_extension._main(["check", str(source)]) == 1
+    assert "not passed: " in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_model_that_is_another_one_is_seen(tmp_path: Path) -> None:

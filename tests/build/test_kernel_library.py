@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,15 @@ def test_a_file_that_is_no_library_is_an_error(tmp_path: Path) -> None:
         kernel_library.load_file(text, "text")
     with pytest.raises(ExtensionError, match="No such file"):
         kernel_library.load_file(tmp_path / "absent.so", "absent")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc names")
+def test_a_library_that_is_refused_leaves_nothing_open() -> None:
+    path = kernels.library("faulty", "-DVERSION=0")
+
+    def try_it() -> int:
+        with pytest.raises(ExtensionError):
+            kernel_library.load_file(path, "faulty")
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    assert try_it() == try_it()
