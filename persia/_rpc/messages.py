@@ -368,8 +368,9 @@ class BatchGradients:
     ref: int
     update_id: tuple[int, int]
     gradients: tuple[SlotGradient, ...]
-    scale: float = 1.0  # what the loss was multiplied with
+    scale: float = 1.0  # what the loss was multiplied with, and the ranks of their mean
     learning_rates: tuple[LearningRate, ...] = ()  # other tables: the registered optimizer's
+    num_averaged: int = 1  # ranks over which the gradients are averaged, a part of ``scale``
 
 
 @dataclass(frozen=True, slots=True)

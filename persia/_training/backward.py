@@ -231,13 +231,16 @@ class BackwardPipeline:
                 ", ".join(names),
             )
 
-    def submit(self, updates: Sequence[InFlightBatch], scale: float) -> None:
+    def submit(
+        self, updates: Sequence[InFlightBatch], scale: float, num_averaged: int = 1
+    ) -> None:
         """Queue updates; waits while the queue is full, but not for more than minutes.
 
-        The loss was multiplied with ``scale``; the embedding-worker divides by it.
+        The embedding-worker divides by ``scale``, which the loss was multiplied with, and by
+        the number of ranks over which updates are averaged.
         """
         for place, update in enumerate(updates):
-            update.scale = scale
+            update.scale, update.num_averaged = scale * num_averaged, num_averaged
             try:
                 self._submit_one(update)
             except BaseException:  # Ctrl-C while it waits, too
@@ -414,6 +417,7 @@ class BackwardPipeline:
             update.slots(),
             update.scale,
             update.rates,
+            update.num_averaged,
         )
         if update.in_order:
             # Those before it were taken from the queue before it, so they end without it.

@@ -104,7 +104,7 @@ class DenseStep:
             _check_scale(scaler)
             return
         # Before the optimizer steps: workers send meanwhile.
-        engine.submit(updates, scale * self._reduction)
+        engine.submit(updates, scale, self._reduction)
         if scaler is None:
             optimizer.step()
 

@@ -245,9 +245,10 @@ class InFlightBatch:
     # Of the leaves, in their order; None where the loss did not reach.
     gradients: Sequence[tuple[Leaf, torch.Tensor | None]] = ()
     unreached: tuple[str, ...] = ()  # all its features, if the backward reached none of them
-    order: int = -1  # of submission; set by the pipeline, as are the next three
+    order: int = -1  # of submission; set by the pipeline, as are the next four
     step: int = 0  # of the user's, from 1
-    scale: float = 1.0  # what the loss was multiplied with
+    scale: float = 1.0  # what the loss was multiplied with, times the next
+    num_averaged: int = 1  # ranks over which the update is averaged
     rates: tuple[LearningRate, ...] = ()  # as they are when it is submitted
     event: torch.cuda.Event | None = None  # recorded behind the copy to the host
     _flat: torch.Tensor | None = None  # all gradients of a CUDA batch, f32

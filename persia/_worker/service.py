@@ -424,7 +424,7 @@ class EmbeddingWorker:
             )
         arrays = _checked_gradients(batch, gradients)
         if seen is not None:
-            arrays = self._compensated(batch, arrays, seen, maxima)
+            arrays = self._compensated(batch, arrays, seen, maxima, gradients.num_averaged)
         sums, nan_samples, nan_rows = sum_gradients(batch, arrays, maxima, self._threads)
         servers = [x for x in range(self._num_servers) if x not in batch.acknowledged]
         requests = split_update(batch, gradients, sums, hints, servers)
@@ -457,6 +457,7 @@ class EmbeddingWorker:
         gradients: list[Floats | None],
         seen: Sequence[Floats],
         maxima: Maxima,
+        num_averaged: int,
     ) -> list[Floats | None]:
         """Correct gradients for what rows have moved by since the lookup that saw ``seen``."""
         begin = time.perf_counter()
@@ -465,7 +466,8 @@ class EmbeddingWorker:
             requests = split_lookup(batch, False, self._num_servers)
             rows, _ = join_rows(batch, self._servers.lookup(requests))
             batch.movement = moved(seen, rows)
-        strength = self._compensation
+        # Gradients are this rank's part of a mean over ranks, the formula's of its own loss.
+        strength = self._compensation * num_averaged
         found = compensated(batch, gradients, batch.movement, maxima, strength, self._threads)
         self.timings["persia_delay_compensation_seconds"].add(time.perf_counter() - begin)
         return found
@@ -634,6 +636,11 @@ def _checked_gradients(
         raise DataError(
             f"scale of ref {gradients.ref}: expected a positive number with a reciprocal in "
             f"f32, got {scale}"
+        )
+    if gradients.num_averaged < 1:
+        raise DataError(
+            f"num_averaged of ref {gradients.ref}: expected at least 1 rank, got "
+            f"{gradients.num_averaged}"
         )
     arrays: list[NDArray[np.float32] | None] = []
     for place, (name, feature) in enumerate(zip(names, packed.plan.features, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,31 @@ def test_where_nothing_was_missed_gradients_stay_as_they_are() -> None:
         found.append(one.values.tobytes())  # type: ignore[union-attr]
         worker.close()
     assert found[0] == found[1]
+
+
+def step_of(num_ranks: int) -> Any:
+    """What the late update of one of several ranks moves rows by, times their number."""
+    servers = make_servers(1)
+    worker = make_worker(servers, delay_compensation=1.0)
+    results = [worker.lookup_direct(features(BATCH, number)) for number in range(2)]
+    tenths = {name: np.full((2, 4), 0.1, np.float32) for name in BATCH}
+    worker.update(gradient(results[0], (1, 0), tenths))
+    found = []
+    for number in range(2):
+        if number:
+            own = gradient(results[1], (1, 1), tenths)
+            worker.update(replace(own, scale=float(num_ranks), num_averaged=num_ranks))
+        outputs = worker.lookup_direct(features(BATCH, 2, requires_grad=False)).outputs
+        found.append(np.concatenate([one.values for one in outputs]))  # type: ignore[union-attr]
+    worker.close()
+    return (found[1] - found[0]) * num_ranks
+
+
+def test_each_of_several_ranks_is_corrected_by_its_own_loss() -> None:
+    alone = step_of(1)
+    assert alone.any()
+    np.testing.assert_allclose(step_of(2), alone, rtol=1e-4)
+    np.testing.assert_allclose(step_of(8), alone, rtol=1e-3)
 
 
 def test_a_sample_with_a_gradient_that_is_not_finite_keeps_its_others() -> None:
