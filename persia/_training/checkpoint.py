@@ -170,20 +170,25 @@ class CheckpointWriter(_Background):
         *,
         blocking: bool,
         job: JobFolders | None = None,
-    ) -> None:
+    ) -> str:
         """Write and publish, here if it is ``blocking``, else in a thread.
 
         ``keep_last`` checkpoints stay in the folder. ``job`` keeps others out of it afterwards.
+        Returns its id, or "" if it is not written yet.
         """
         write = partial(self._write, frozen, url, keep_last, job, shows=blocking)
         if blocking:
-            write()
-        else:
-            self._start(write, f"the checkpoint in {url}")
+            return write()
+        self._start(write, f"the checkpoint in {url}")
+        return ""
+
+    def drop(self, frozen: Frozen) -> None:
+        """Give up what ``begin`` has begun."""
+        self._end(frozen.cut_id)
 
     def _write(
         self, frozen: Frozen, url: str, keep_last: int, job: JobFolders | None, *, shows: bool
-    ) -> None:
+    ) -> str:
         began = time.monotonic()
         is_gone = True  # no manifest names files of this cut
         try:
@@ -215,6 +220,7 @@ class CheckpointWriter(_Background):
             manifest.num_bytes / 1e6,
             time.monotonic() - began,
         )
+        return identity
 
     def _await_servers(self, frozen: Frozen, shows: bool) -> tuple[CutStatus, ...]:
         total = sum(info.num_rows for info in frozen.infos)

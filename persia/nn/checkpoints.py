@@ -2,7 +2,8 @@
 
 The format is that of contexts: the model's state dict, in which each module has a reference to
 its tables, is a dense file beside the rows. Tables whose optimizers differ are in several
-stores; the first one's checkpoint is in the folder, others' are below it, written before.
+stores; the first one's checkpoint is in the folder, others' are below it. They are written
+before and named in it, so that a save that is cut short leaves the one before it whole.
 
 Of several ranks all call it, as rows are what all of them have trained: rank 0 writes or loads
 the rows when the updates of all are applied, and none goes on before.
@@ -10,12 +11,16 @@ the rows when the updates of all are applied, and none goes on before.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from persia import env
-from persia._files.open import folder_url
+from persia._files import catalog
+from persia._files.open import folder_url, open_storage
+from persia._files.writer_lock import sole_writer
 from persia._modules.homes import RowHome, home_of
 from persia._modules.tables import ModuleTable
 from persia._training import checkpoint
@@ -29,9 +34,11 @@ if TYPE_CHECKING:
 
     import torch
 
+_Place = tuple[str, str]  # a folder, and the id of a checkpoint in it
+
 _MODEL = "dense.pt"
 _OPTIMIZER = "opt{}.pt"
-_STORES = "stores.pt"  # which tables are in which folder
+_STORES = "stores.pt"  # of each folder: the checkpoint's id, "" for the first, and its tables
 
 
 def save(
@@ -63,14 +70,31 @@ def save(
     dense |= {_OPTIMIZER.format(place): one for place, one in enumerate(optimizers)}
 
     def files() -> dict[str, bytes]:
-        found = {name: checkpoint.state_of(one) for name, one in dense.items()}
-        return {**found, _STORES: checkpoint.serialized(names)}
+        return {name: checkpoint.state_of(one) for name, one in dense.items()}
 
     def write() -> None:
         writers = [checkpoint.CheckpointWriter(home.worker) for home, _ in stores]
-        frozen = [one.begin(0, dict if place else files) for place, one in enumerate(writers)]
-        for place in reversed(range(len(writers))):  # the one with the dense files last
-            writers[place].finish(frozen[place], _folder(url, place), keep_last, blocking=True)
+        frozen: list[checkpoint.Frozen] = []
+        ids = [""] * len(stores)
+        try:
+            for place, writer in enumerate(writers):
+                frozen.append(writer.begin(0, dict if place else files))
+            while len(frozen) > 1:
+                place, one = len(frozen) - 1, frozen.pop()
+                folder = _folder(url, place)
+                # Until the first one names it, all before it stay: the last save needs its own.
+                ids[place] = writers[place].finish(one, folder, sys.maxsize, blocking=True)
+            first = frozen.pop()
+            written = checkpoint.serialized([*zip(ids, names, strict=True)])
+            first = replace(first, dense={**first.dense, _STORES: written})
+            writers[0].finish(first, url, keep_last, blocking=True)
+        finally:
+            for writer, one in zip(writers, frozen, strict=False):
+                writer.drop(one)
+        for place in range(1, len(stores)):
+            storage = open_storage(_folder(url, place))
+            with sole_writer(storage):
+                catalog.keep_last(storage, keep_last)
 
     _by_rank_0("save", lambda: _await_updates(stores), write)
 
@@ -94,16 +118,16 @@ def load(
     dense: dict[str, Any] = {_MODEL: model}
     dense |= {_OPTIMIZER.format(place): one for place, one in enumerate(optimizers)}
     states: dict[str, Any] = {}
-    folders: dict[str, str] = {}
+    places: dict[str, _Place] = {}
     stores = _stores_of(model)
 
     def prepare() -> None:
         opened = checkpoint.Checkpoint(url)
         states.update(opened.fitting(dense, map_location))
-        folders.update(_folders_of(opened, url))
+        places.update(_places_of(opened, url))
         _await_updates(stores)
 
-    _by_rank_0("load", prepare, lambda: _load_rows(stores, folders, url))
+    _by_rank_0("load", prepare, lambda: _load_rows(stores, places, url))
     for _, tables in stores:
         for table in tables:
             table.padding_rows.clear()
@@ -113,21 +137,21 @@ def load(
 
 
 def _load_rows(
-    stores: list[tuple[RowHome, list[ModuleTable]]], folders: Mapping[str, str], url: str
+    stores: list[tuple[RowHome, list[ModuleTable]]], places: Mapping[str, _Place], url: str
 ) -> None:
     readers = []
     try:
         for home, tables in stores:
-            by_folder: dict[str, list[str]] = {}
+            by_place: dict[_Place, list[str]] = {}
             for table in tables:
-                if table.name not in folders:
+                if table.name not in places:
                     raise CheckpointError(f"{url}: it has no rows of table {table.name!r}")
-                by_folder.setdefault(folders[table.name], []).append(table.name)
-            for folder, names in by_folder.items():
+                by_place.setdefault(places[table.name], []).append(table.name)
+            for (folder, identity), names in by_place.items():
                 reader = checkpoint.CheckpointReader(home.worker)
-                reader.verify(checkpoint.Checkpoint(folder).id, folder, tuple(names))
+                reader.verify(identity, folder, tuple(names))
                 readers.append(reader)
-                if len(by_folder) > 1:  # a server has one load at a time
+                if len(by_place) > 1:  # a server has one load at a time
                     readers.pop().commit(blocking=True)
         for reader in readers:
             reader.commit(blocking=True)
@@ -209,9 +233,13 @@ def _folder(url: str, place: int) -> str:
     return f"{url}/stores/{place}" if place else url
 
 
-def _folders_of(opened: checkpoint.Checkpoint, url: str) -> Mapping[str, str]:
-    """Return the folder of each table; a context's checkpoint has all rows in one."""
-    names = opened.state(_STORES)
-    if names is None:
-        return dict.fromkeys(opened.manifest.schema.features, url)
-    return {name: _folder(url, place) for place, tables in enumerate(names) for name in tables}
+def _places_of(opened: checkpoint.Checkpoint, url: str) -> Mapping[str, _Place]:
+    """Return folder and id of each table's rows; a context's checkpoint has all in one."""
+    stores = opened.state(_STORES)
+    if stores is None:
+        return dict.fromkeys(opened.manifest.schema.features, (url, opened.id))
+    return {
+        name: (_folder(url, place), identity or opened.id)
+        for place, (identity, tables) in enumerate(stores)
+        for name in tables
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 import persia.nn
 import persia.optim
 from persia import env
+from persia._files import catalog
+from persia._files.open import open_storage
+from persia._training.checkpoint import CheckpointWriter
 from persia.errors import CheckpointError, ConfigError
 
 
@@ -57,6 +61,41 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(
     train(model, *optimizers)
     for name, rows in zip(("user", "item"), after, strict=True):
         assert torch.equal(model[name](ids), rows)
+
+
+def test_a_save_that_is_cut_short_leaves_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two stores the first one's checkpoint is written last, and fails."""
+    model = a_model("c")
+    optimizers = [
+        persia.optim.SGD(model["user"].parameters(), lr=0.1),
+        persia.optim.Adagrad(model["item"].parameters(), lr=0.1),
+    ]
+    finish = CheckpointWriter.finish
+
+    def finish_others(
+        self: CheckpointWriter, frozen: Any, url: str, *rest: Any, **more: Any
+    ) -> str:
+        if url == str(tmp_path):
+            raise CheckpointError("no space left")
+        return finish(self, frozen, url, *rest, **more)
+
+    ids = torch.arange(10)
+    train(model, *optimizers)
+    persia.nn.save(model, tmp_path)
+    saved = [model[name](ids).detach() for name in ("user", "item")]
+    monkeypatch.setattr(CheckpointWriter, "finish", finish_others)
+    for _ in range(2):
+        train(model, *optimizers)
+        with pytest.raises(CheckpointError, match="no space left"):
+            persia.nn.save(model, tmp_path)
+    persia.nn.load(model, tmp_path)
+    for name, rows in zip(("user", "item"), saved, strict=True):
+        assert torch.equal(model[name](ids), rows)
+    monkeypatch.undo()
+    persia.nn.save(model, tmp_path)
+    assert len(catalog.ids(open_storage(str(tmp_path / "stores" / "1")))) == 1
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
