@@ -99,7 +99,7 @@ class UnknownStream(ServiceError, LookupError):
 
 
 class StreamRewound(ServiceError):
-    """An nn-worker goes on from batches before those that the data-loader still has."""
+    """An nn-worker goes on from a checkpoint, and needs the batches behind it once more."""
 
 
 class JobFinished(ServiceError):

@@ -11,7 +11,7 @@ States of a stream:
     OPEN    a call raises UnknownStream          -> LOST      the rank was restarted
     ENDED   a call raises UnknownStream          -> LOST
     LOST    open_stream                          -> OPEN      unacknowledged batches: backlog
-    LOST    the rank needs batches before those  -> StreamRewound, raised where data is sent
+    LOST    the rank goes on from a checkpoint   -> StreamRewound, raised where data is sent
     OPEN    a poll says that the rank closed it  -> CLOSED    they are lost
     ENDED   a poll says that the rank closed it  -> CLOSED
 """
@@ -100,7 +100,6 @@ class LoaderState:
         self.epoch = 0  # of that batch
         self._sent_epoch: int | None = None  # of the one before, if this process has sent it
         self.is_ending = False  # no more will be sent
-        self.has_closed = False  # a stream
         self.status: int | None = None  # of the job, once it has ended
         self.failure: BaseException | None = None  # of a thread
         self.counts: Counter[str] = Counter()
@@ -357,6 +356,10 @@ class RankStream:
             self._rank.end_stream, feed.stream, feed.next_id, failure, feed.last_epoch
         )
 
+    def registered(self) -> list[RemoteRef]:
+        """Return the refs of what is not acknowledged, with the lock held."""
+        return [batch.ids for _, batch in self.unacked.values() if batch.ids != NO_REF]
+
     def drop_unacked(self) -> None:
         """Count batches that are not acknowledged as lost, with the lock held."""
         if self.unacked:
@@ -404,7 +407,6 @@ class RankStream:
         with self._feed.changed:
             if self._state is not RankState.CLOSED:
                 self._state = state
-            self._feed.has_closed |= self._state is RankState.CLOSED
             self._feed.changed.notify_all()
 
     def _open(self) -> None:
@@ -413,7 +415,7 @@ class RankStream:
             opening = self._opening()
             state = self._call(partial(self._rank.open_stream, opening))
             with feed.changed:
-                self._check_kept(opening.first_batch_id, state)
+                self._check_begins(state)
                 self._incarnation = self._rank_incarnation()
                 # A rank that was restarted lacks what it had not ended, unless it says so.
                 self._received_below = max(self._first_unfinished(), state.next_batch_id)
@@ -428,21 +430,18 @@ class RankStream:
                 self._set_state(RankState.OPEN)
         self._relocate_all(state.wanted)
 
-    def _check_kept(self, first: int, state: StreamState) -> None:
-        """Raise, with the lock held, if a restarted rank needs what was acknowledged before.
+    def _check_begins(self, state: StreamState) -> None:
+        """Raise, with the lock held, if the rank goes back and this stream cannot.
 
-        Or if others have closed: where all ranks go on from a checkpoint, they do as well.
+        The process before it may have ended batches in any order, and untrained as it ended
+        itself: what is kept says nothing of those behind a checkpoint.
         """
-        feed = self._feed
-        why = f"{feed} has kept nothing before batch {first}"
-        if self._state is RankState.LOST and feed.has_closed:
-            why = "other nn-workers had ended"
-        elif state.next_batch_id >= first or not self._has_batches:
+        if self._state is not RankState.LOST or not (state.is_resumed and self._is_another):
             return
         raise StreamRewound(
-            f"{self} goes on from a checkpoint, at batch {state.next_batch_id}, and {why}: "
-            "start the data-loader again, and it sends the data again, as persia-launcher "
-            "data-loader does by itself",
+            f"{self} was started again and goes on from a checkpoint, at batch "
+            f"{state.next_batch_id}: start the data-loader again, and it sends the data again, "
+            "as persia-launcher data-loader does by itself",
             role="nn-worker",
             replica=self._number,
         )
@@ -475,11 +474,16 @@ class RankStream:
         """Return which process answers; None for a rank of this process."""
         return getattr(self._rank, "incarnation", None)
 
+    @property
+    def _is_another(self) -> bool:
+        """Whether another process answers than the one that opened the stream."""
+        now = self._rank_incarnation()
+        return now is None or now != self._incarnation
+
     def _check_forgotten(self, exc: UnknownStream) -> None:
         """Raise if one and the same process does not know the stream twice."""
-        now = self._rank_incarnation()
-        if now is None or now != self._incarnation:
-            logger.warning("%s: %s was restarted, and gets its batches again", self._feed, self)
+        if self._is_another:
+            logger.warning("%s: %s was restarted", self._feed, self)
             return
         self._num_forgotten += 1
         if self._num_forgotten > 1:

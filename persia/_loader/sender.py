@@ -42,6 +42,7 @@ from persia._loader.rank_stream import (
 )
 from persia._metrics.timings import Timings
 from persia._rpc.client import Client
+from persia._rpc.deadlines import within
 from persia._rpc.messages import IDFeatures, NamedArray, NNWorker, RemoteRef, StreamedBatch
 from persia._rpc.stubs import RemoteEmbeddingWorker
 from persia._rpc.worker_pool import WorkerPool
@@ -317,7 +318,9 @@ class BatchSender:
         """
         is_stopped = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
         is_healed = env.is_supervised() and (is_stopped or isinstance(error, ServiceError))
-        is_healed |= isinstance(error, StreamRewound)  # it is started again
+        if isinstance(error, StreamRewound):
+            self._release_kept()
+            return  # it is started again
         if self.job_status is not None or is_healed:
             return
         text = "".join(traceback.format_exception(error))[-MAX_FAILURE:]
@@ -329,6 +332,18 @@ class BatchSender:
             if not stream.is_closed
         ]
         join(threads, END_S)
+
+    def _release_kept(self) -> None:
+        """Release what is registered: the process after this one registers it again.
+
+        Or what was on its way to each trainer that is killed would fill the workers.
+        """
+        with self._feed.changed:
+            kept = [ids for stream in self._streams for ids in stream.registered()]
+        with within(END_S):
+            for ids in kept:
+                with contextlib.suppress(ServiceError):
+                    self._workers[ids.worker].release(ids.ref)
 
     def close(self) -> None:
         """Disconnect and end the threads; count unacknowledged batches as lost."""

@@ -526,6 +526,7 @@ class StreamState:
     next_batch_id: int  # those below were received, from this incarnation or the one before
     wanted: tuple[int, ...]  # to be sent again: no embedding-worker holds their ids
     unfinished: tuple[int, ...] = ()  # have not ended, and may be wanted yet
+    is_resumed: bool = False  # the rank goes on from a checkpoint in this pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class LoaderStream:
         self._offset = next((x for x in ids if x % world_size == rank), None)
         # Where a run goes on its position decides, and not what its data-loader still has: that
         # may have been acknowledged by a process that was killed before its next checkpoint.
+        self._is_resumed = resumed is not None
         floor, above = resumed or (opening.first_batch_id, ())
         self.next_batch_id = self.at_or_after(floor)
         # Of this rank's batches, those done; in a resumed run some above its beginning are.
@@ -111,7 +112,10 @@ class LoaderStream:
         return self.at_or_after(batch_id) == batch_id
 
     def mark_received(self, batch_id: int, epoch: int) -> None:
-        """Note a batch; after a restart of this rank those that are left out were trained."""
+        """Note a batch; after a restart of this rank those that are left out were trained.
+
+        Not where it goes on from a checkpoint: there it is known which were, and each comes.
+        """
         if epoch < self.epoch:
             raise DataError(
                 f"batch {batch_id} of {LOADER} {self.loader} is of epoch {epoch}, but those "
@@ -120,6 +124,11 @@ class LoaderStream:
                 "reader.send does"
             )
         left_out = range(self.next_batch_id or 0, batch_id, self.step)
+        if left_out and self._is_resumed:
+            raise DataError(
+                f"batch {batch_id} of {LOADER} {self.loader}: expected {left_out[0]}, as this "
+                "run goes on from a checkpoint, behind which none may be left out"
+            )
         if len(left_out) > MOST_LEFT_OUT:
             raise DataError(
                 f"batch {batch_id} of {LOADER} {self.loader}: expected at most "
@@ -288,6 +297,11 @@ class LoaderStreams:
         self._past: dict[int, LoaderStream] = {}  # some of their batches may not have ended
         self.is_passing = False
         self.counts: Counter[str] = Counter()  # the receiver's
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether this pass goes on where a run before this one left it."""
+        return self._resumed is not None
 
     def all(self) -> list[LoaderStream]:
         """Return the streams of this pass, then those before."""

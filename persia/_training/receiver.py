@@ -124,6 +124,7 @@ class BatchReceiver:
                 stream.next_batch_id or 0,
                 tuple(sorted(stream.wanted)),
                 tuple(sorted((*stream.pending, *stream.taken))),
+                self._streams.is_resumed,
             )
 
     def deliver(self, stream: tuple[int, int], batch: StreamedBatch) -> None:

@@ -22,10 +22,12 @@ from tests.distributed.batches import SLOTS
 from tests.support.processes import ROOT, Cluster, run
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumed.py"
-LOADER = ROOT / "tests" / "distributed" / "scripts" / "phases_loader.py"
+LOADER = SCRIPT.with_name("resumed_loader.py")
 # Exit status of a trainer after SIGTERM, and of one after SIGKILL as subprocess has it.
 TERMINATED, KILLED = 143, -9
 _MOST_DELAY_S = 0.01
+# Seconds that ranks may take to start and to make their steps until the next kill.
+_START_S = 40.0
 # Seconds to end after SIGTERM; a third of them for the step, if one comes.
 _GRACE = {"PERSIA_GRACE_PERIOD": "6"}
 
@@ -75,7 +77,7 @@ SCRIPT_OPTION = "-u"  # with an option first ``run`` takes this Python
 
 
 def run_services(
-    folder: Path, steps: int, kills: list[Kill], *, num_ranks: int = 2, timeout_s: float = 240.0
+    folder: Path, steps: int, kills: list[Kill], *, num_ranks: int = 2
 ) -> dict[str, Any]:
     """Run the job once; torchrun starts the ranks again as often as one is killed."""
     folder.mkdir()
@@ -84,12 +86,13 @@ def run_services(
         SLOTS, num_servers=2, num_workers=2, num_ranks=num_ranks, environment=variables
     ) as cluster:
         cluster.start_servers()
-        # Each sends its share of all batches, of which each rank trains its own.
-        cluster.start_loaders(LOADER, 2, str(steps * num_ranks // 2))
+        cluster.start_loaders(LOADER, 2, str(steps * num_ranks))
         words = ("--nproc-per-node", str(num_ranks), "--max-restarts", str(len(kills)))
         arguments = (str(SCRIPT), str(folder), str(steps), json.dumps(kills))
         cluster.start("nn-worker", "nn-worker", *words, *arguments)
-        failed = {name for name, status in cluster.wait(timeout_s).items() if status}
+        failed = {
+            name for name, status in cluster.wait(_START_S * (2 + len(kills))).items() if status
+        }
         assert not failed, cluster.logs()
         return found_in(folder, num_ranks)
 

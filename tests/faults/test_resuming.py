@@ -2,13 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.resumed import draw_kills, run_embedded
+from persia._loader.sender import BatchSender
+from persia._training import receiver as receiver_module
+from persia._training.progress import BEGINNING
+from persia._training.queues import Finished
+from persia._training.receiver import BatchReceiver
+from persia.errors import ServiceUnavailable, StreamRewound
+from tests.faults.resumed import draw_kills, run_embedded, run_services
+from tests.support.fixtures import Monkey
+from tests.support.streams import PATIENCE_S, Background, FakeWorker, send
+from tests.support.waiting import until
 
 STEPS, KILLS = 20, 5
+
+
+class Address:
+    """Where a rank is found, the last of ``processes``; until it is cut."""
+
+    def __init__(self, processes: list[BatchReceiver], is_cut: threading.Event) -> None:
+        self._processes, self._is_cut = processes, is_cut
+
+    @property
+    def incarnation(self) -> int:
+        return len(self._processes)
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            if self._is_cut.is_set():
+                raise ServiceUnavailable("the way was cut")
+            return getattr(self._processes[-1], method)(*arguments)
+
+        return call
+
+
+def send_again_and_again(
+    processes: list[BatchReceiver], count: int, senders: list[BatchSender]
+) -> None:
+    """Run the script of a data-loader as its launcher does."""
+    is_over = False
+    while not is_over:
+        is_cut = threading.Event()
+        ranks: list[Any] = [Address(processes, is_cut)]
+        workers: list[Any] = [FakeWorker()]
+        senders.append(
+            BatchSender(workers, ranks, disconnect=is_cut.set, deadline_s=PATIENCE_S)
+        )
+        senders[-1].start()
+        try:
+            for number in range(count):
+                send(senders[-1], number)
+            senders[-1].finish()
+            is_over = True
+        except StreamRewound as rewound:
+            senders[-1].fail(rewound)
+        finally:
+            senders[-1].close()
+
+
+def test_what_a_rank_gave_back_as_it_ended_is_trained_by_the_next(monkeypatch: Monkey) -> None:
+    """It ends a batch that it has looked up ahead, and those before are still in flight."""
+    monkeypatch.setattr(receiver_module, "POLL_S", 0.05)
+    count = 4
+    processes = [BatchReceiver(0, 1, count, PATIENCE_S, resumed=BEGINNING)]
+    senders: list[BatchSender] = []
+    loader = Background(lambda: send_again_and_again(processes, count, senders))
+    processes[0].begin_pass()
+    for _ in range(3):
+        stream, batch = processes[0].take(True, lambda: False)
+    until(lambda: senders[0].stats().get("kept") == count)
+    processes[0].end(stream, batch.batch_id)
+    until(lambda: senders[0].stats().get("kept") == count - 1)
+
+    after = BatchReceiver(0, 1, count, PATIENCE_S, resumed=BEGINNING)
+    processes.append(after)
+    processes[0].close(is_back=True)
+    after.begin_pass()
+    trained: list[int] = []
+    with contextlib.suppress(Finished):
+        while True:
+            stream, batch = after.take(True, lambda: False)
+            trained.append(batch.batch_id)
+            after.mark_done(stream, batch.batch_id)
+            after.end(stream, batch.batch_id)
+    assert trained == list(range(count))
+    loader.result()
 
 
 @pytest.mark.slow
@@ -16,4 +100,12 @@ def test_a_trainer_that_is_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> 
     whole = run_embedded(tmp_path / "whole", STEPS, [])
     killed = run_embedded(tmp_path / "killed", STEPS, draw_kills(KILLS, STEPS, 1))
     assert whole["rank 0"]["steps"] == STEPS
+    assert killed == whole
+
+
+@pytest.mark.slow
+def test_ranks_that_data_loaders_feed_end_as_if_none_had_been_killed(tmp_path: Path) -> None:
+    whole = run_services(tmp_path / "whole", 12, [])
+    killed = run_services(tmp_path / "killed", 12, draw_kills(3, 12, 1))
+    assert whole["rank 1"]["steps"] == 12
     assert killed == whole

@@ -63,31 +63,31 @@ def test_a_restarted_rank_gets_again_what_it_had_not_ended(make_feeder: MakeFeed
 
 
 class ResumingRank(FakeRank):
-    """Once restarted it goes on from a checkpoint at batch 1, whatever it was sent since."""
+    """Goes on from a checkpoint; once restarted at batch 1, whatever it was sent since."""
 
     def open_stream(self, opening: StreamOpening) -> StreamState:
-        found = super().open_stream(opening)
+        found = replace(super().open_stream(opening), is_resumed=True)
         return found if self.incarnation == 1 else replace(found, next_batch_id=1)
 
 
-@pytest.mark.parametrize("num_trained", [1, 2])
-def test_a_rank_that_goes_on_before_what_is_kept_has_its_loader_start_again(
-    make_feeder: MakeFeeder, num_trained: int
+@pytest.mark.parametrize("ended", [(), (0,), (0, 1), (0, 2)])
+def test_a_rank_that_goes_on_from_a_checkpoint_has_its_loader_start_again(
+    make_feeder: MakeFeeder, ended: tuple[int, ...]
 ) -> None:
-    rank = ResumingRank(credits=4)
-    made = make_feeder(rank, sent=3)
-    for _ in range(num_trained):
-        rank.train(1)
-    until(lambda: made.stats()["kept"] == 3 - num_trained)
+    """Whatever is kept: of what it needs the process before may have ended some batches."""
+    rank, worker = ResumingRank(credits=4), FakeWorker()
+    made = make_feeder(rank, worker, sent=3)
+    refs = {rank.take().batch_id: worker.refs[number] for number in range(3)}
+    for batch_id in ended:
+        rank.acknowledge(batch_id)
+    until(lambda: made.stats()["kept"] == 3 - len(ended))
     rank.restart()
-    if num_trained == 1:  # it has all that is needed
-        rank.wait_for(lambda: rank.order[-1:] == [2])
-        rank.train(2)
-        made.finish()
-        return
-    with pytest.raises(StreamRewound, match="at batch 1, and data-loader 0 of 1 has kept"):
+    with pytest.raises(StreamRewound, match="goes on from a checkpoint, at batch 1: start"):
         made.finish()
     assert rank.failures == []  # it is no failure of the script
+    assert rank.order == []
+    # The next one registers them again.
+    assert worker.released == [ref for number, ref in refs.items() if number not in ended]
 
 
 def test_a_restarted_rank_learns_in_which_epoch_it_begins(make_feeder: MakeFeeder) -> None:
@@ -262,8 +262,11 @@ def test_a_batch_that_none_holds_any_more_is_an_error(make_feeder: MakeFeeder) -
     assert second.stats()["lost"] >= 1
 
 
-def test_two_loaders_of_one_number_do_not_fight_for_ever(make_feeder: MakeFeeder) -> None:
-    rank = FakeRank(credits=10)
+@pytest.mark.parametrize("kind", [FakeRank, ResumingRank])
+def test_two_loaders_of_one_number_do_not_fight_for_ever(
+    make_feeder: MakeFeeder, kind: type[FakeRank]
+) -> None:
+    rank = kind(credits=10)
     made = [make_feeder(rank) for _ in range(2)]
     until(lambda: any(one._feed.failure for one in made))
     (failure,) = [one._feed.failure for one in made if one._feed.failure]

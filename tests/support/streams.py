@@ -240,6 +240,7 @@ class FakeWorker:
         self.lock = threading.Lock()
         self.refs: dict[int, int] = {}  # batch id -> ref
         self.registered: list[int] = []  # batch ids, without repetitions
+        self.released: list[int] = []  # refs
         self.error: Exception | None = None  # what each call raises instead
         self.job = JobState()
 
@@ -252,6 +253,10 @@ class FakeWorker:
             self.registered.append(features.batch_id)
             self.refs[features.batch_id] = 1000 + len(self.registered)
             return self.refs[features.batch_id]
+
+    def release(self, ref: int) -> None:
+        with self.lock:
+            self.released.append(ref)
 
     def restart(self) -> None:
         with self.lock:

@@ -13,6 +13,7 @@ from persia._training.loader_streams import LoaderStream
 from persia._training.progress import BEGINNING, Watermark, to_position
 from persia._training.queues import Finished
 from persia._training.receiver import BatchReceiver
+from persia.errors import DataError
 
 WAIT_S = 20.0
 
@@ -41,7 +42,21 @@ def test_a_run_goes_on_at_its_position_whatever_a_data_loader_has_left() -> None
         receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=resumed)
         assert receiver.position() is None or resumed is position
         state = receiver.open_stream(StreamOpening(0, 2, 7, 8))
-        assert state.next_batch_id == first
+        assert (state.next_batch_id, state.is_resumed) == (first, resumed is not None)
+
+
+def test_a_run_that_goes_on_leaves_no_batch_out() -> None:
+    before = to_position("stream", 1, {0: Watermark(2, 1, {3})})
+    receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=before)
+    receiver.open_stream(StreamOpening(0, 1, 7, 0))
+    receiver.deliver((0, 7), receiver_batch(2))
+    with pytest.raises(DataError, match="batch 4 of data-loader 0: expected 3, as this run"):
+        receiver.deliver((0, 7), receiver_batch(4))
+    for batch_id in (3, 4):  # batch 3 is trained
+        receiver.deliver((0, 7), receiver_batch(batch_id))
+    receiver.begin_pass()
+    taken = [receiver.take(True, lambda: False)[1].batch_id for _ in range(2)]
+    assert taken == [2, 4]
 
 
 def test_a_wait_names_data_loaders() -> None:

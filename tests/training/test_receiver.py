@@ -623,7 +623,8 @@ def test_streams_behind_a_run_that_continued_begin_at_0() -> None:
     receiver.end_stream(opened(receiver), 2, "", 0)
     assert has_finished(receiver)
     next_pass(receiver)
-    assert reopened(receiver).next_batch_id == 0
+    state = reopened(receiver)
+    assert (state.next_batch_id, state.is_resumed) == (0, False)
 
 
 def test_an_end_is_the_first_one() -> None:
