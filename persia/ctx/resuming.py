@@ -191,11 +191,12 @@ class ResumingCtx(PublishingCtx):
         if self._every and self.update_times % self._every == 0:
             self.dump_checkpoint(str(self._folder), blocking=False)
         ranks = None if self._is_uneven else self._ranks
-        asked = termination.is_requested
+        asked = termination.is_requested  # read once: it may be set while ranks meet
         if ranks is not None:
-            asked = termination.is_requested = ranks.any(asked)
+            asked = ranks.any(asked)
         if not asked:
             return
+        termination.is_requested = True
         self._save_last()
         if ranks is not None:
             ranks.any(False)  # rank 0 writes, and the end of another rank would be its own

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from persia._training.ranks import Ranks
 from persia.ctx import resuming
 from persia.ctx.resuming import STATUS, Termination
 from persia.data import DataLoader
@@ -42,11 +43,16 @@ def ask_and_wait() -> None:
 
 
 def train(
-    steps: int, every: int = 3, *, ask_at: int = 0, at_end: Callable[[], object] = bool
+    steps: int,
+    every: int = 3,
+    *,
+    ask_at: int = 0,
+    at_end: Callable[[], object] = bool,
+    ranks: Ranks | None = None,
 ) -> int:
     """Train until a number of steps; returns after which step it began."""
     with make_ctx(checkpoint_every=every) as ctx:
-        begun = ctx.update_times
+        begun, ctx._ranks = ctx.update_times, ranks
         for batch in DataLoader(BATCHES, reproducible=True):
             if ctx.update_times + 1 == ask_at:
                 ask()
@@ -97,6 +103,24 @@ def test_sigterm_between_two_steps_writes_a_checkpoint_as_well(
     assert ended.value.code == STATUS
     monkeypatch.setattr(resuming, "_has_resumed", False)
     assert train(8) == 2
+
+
+class AskedInTheRound(Ranks):
+    """One rank, which SIGTERM reaches while it waits for others to say what they were asked."""
+
+    def any(self, flag: bool) -> bool:
+        found = super().any(flag)
+        ask()
+        return found
+
+
+def test_sigterm_while_ranks_wait_for_each_other_is_not_lost(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    with pytest.raises(SystemExit):
+        train(8, every=100, ranks=AskedInTheRound(1, 0))
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 2  # the first step to which all come knowing of it
 
 
 def test_an_error_in_the_last_checkpoint_is_logged(
