@@ -178,6 +178,8 @@ class ResumingCtx(PublishingCtx):
     def _save_last(self) -> None:
         self._is_saved = True
         logger.info("writes a checkpoint after step %d, and ends", self.update_times)
+        with contextlib.suppress(Exception):  # it is in the log
+            self.wait_for_dump_embedding()
         try:
             self.dump_checkpoint(str(self._folder))
         except Exception as exc:
@@ -188,13 +190,13 @@ class ResumingCtx(PublishingCtx):
         termination = self._termination
         if termination is None:
             return
-        if self._every and self.update_times % self._every == 0:
-            self.dump_checkpoint(str(self._folder), blocking=False)
         ranks = None if self._is_uneven else self._ranks
         asked = termination.is_requested  # read once: it may be set while ranks meet
         if ranks is not None:
             asked = ranks.any(asked)
         if not asked:
+            if self._every and self.update_times % self._every == 0:
+                self.dump_checkpoint(str(self._folder), blocking=False)
             return
         termination.is_requested = True
         self._save_last()

@@ -6,14 +6,16 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from persia._training.checkpoint import CheckpointWriter
 from persia._training.ranks import Ranks
 from persia.ctx import resuming
 from persia.ctx.resuming import STATUS, Termination
 from persia.data import DataLoader
-from persia.errors import ConfigError
+from persia.errors import CheckpointError, ConfigError
 from tests.distributed.batches import make_batch
 from tests.distributed.net import make_ctx
 from tests.support.fixtures import Monkey
@@ -121,6 +123,25 @@ def test_sigterm_while_ranks_wait_for_each_other_is_not_lost(
         train(8, every=100, ranks=AskedInTheRound(1, 0))
     monkeypatch.setattr(resuming, "_has_resumed", False)
     assert train(8) == 2  # the first step to which all come knowing of it
+
+
+def test_the_last_checkpoint_is_written_where_the_one_before_was_not(
+    folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, writes = CheckpointWriter._write, []
+
+    def second_fails(*given: Any, **options: Any) -> None:
+        writes.append(given)
+        if len(writes) == 2:  # the first is that of the beginning
+            raise CheckpointError("no space left")
+        write(*given, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", second_fails)
+    with pytest.raises(SystemExit):
+        train(8, ask_at=5)
+    assert "no space left" in caplog.text
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 5
 
 
 def test_an_error_in_the_last_checkpoint_is_logged(
