@@ -147,14 +147,14 @@ class ResumingCtx(PublishingCtx):
         global _has_resumed
         if self._resume_from is None or _has_resumed:
             return
-        _has_resumed = True
         if ids(open_storage(self._resume_from)):
             self.load_checkpoint(self._resume_from)
-            return
-        logger.info("%s has no checkpoint yet: training begins", self._resume_from)
-        # Or a trainer that is killed before the first one would go on from rows that have
-        # been trained, with a net that has not.
-        self.dump_checkpoint(self._resume_from)
+        else:
+            logger.info("%s has no checkpoint yet: training begins", self._resume_from)
+            # Or a trainer that is killed before the first one would go on from rows that have
+            # been trained, with a net that has not.
+            self.dump_checkpoint(self._resume_from)
+        _has_resumed = True
 
     def _exit(self, raised: BaseException | None) -> None:
         termination, self._termination = self._termination, None

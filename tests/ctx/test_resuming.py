@@ -125,6 +125,19 @@ def test_sigterm_while_ranks_wait_for_each_other_is_not_lost(
     assert train(8) == 2  # the first step to which all come knowing of it
 
 
+def test_a_checkpoint_that_cannot_be_loaded_is_tried_again(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    assert train(5) == 0
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    (net,) = folder.glob("*/dense.pt")
+    net.rename(net.with_suffix(".away"))
+    with pytest.raises(CheckpointError):
+        train(8)
+    net.with_suffix(".away").rename(net)
+    assert train(8) == 3
+
+
 def test_the_last_checkpoint_is_written_where_the_one_before_was_not(
     folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
 ) -> None:
