@@ -147,7 +147,11 @@ class ResumingCtx(PublishingCtx):
         global _has_resumed
         if self._resume_from is None or _has_resumed:
             return
-        if ids(open_storage(self._resume_from)):
+        # Rank 0 looks for all of them: a folder need not look the same from everywhere.
+        is_there = self.rank_id == 0 and bool(ids(open_storage(self._resume_from)))
+        if self._ranks is not None:
+            is_there = self._ranks.any(is_there)
+        if is_there:
             self.load_checkpoint(self._resume_from)
         else:
             logger.info("%s has no checkpoint yet: training begins", self._resume_from)
