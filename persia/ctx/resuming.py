@@ -147,17 +147,18 @@ class ResumingCtx(PublishingCtx):
         global _has_resumed
         if self._resume_from is None or _has_resumed:
             return
-        # Rank 0 looks for all of them: a folder need not look the same from everywhere.
-        is_there = self.rank_id == 0 and bool(ids(open_storage(self._resume_from)))
-        if self._ranks is not None:
-            is_there = self._ranks.any(is_there)
-        if is_there:
-            self.load_checkpoint(self._resume_from)
-        else:
-            logger.info("%s has no checkpoint yet: training begins", self._resume_from)
-            # Or a trainer that is killed before the first one would go on from rows that have
-            # been trained, with a net that has not.
-            self.dump_checkpoint(self._resume_from)
+        with self._replacing():
+            # Rank 0 looks for all of them: a folder need not look the same from everywhere.
+            is_there = self.rank_id == 0 and bool(ids(open_storage(self._resume_from)))
+            if self._ranks is not None:
+                is_there = self._ranks.any(is_there)
+            if is_there:
+                self.load_checkpoint(self._resume_from)
+            else:
+                logger.info("%s has no checkpoint yet: training begins", self._resume_from)
+                # Or a trainer that is killed before the first one would go on from rows that
+                # have been trained, with a net that has not.
+                self.dump_checkpoint(self._resume_from)
         _has_resumed = True
 
     def _exit(self, raised: BaseException | None) -> None:
@@ -168,9 +169,9 @@ class ResumingCtx(PublishingCtx):
         try:
             if termination is None:
                 return
-            # Alone a trainer stands between two steps, wherever it was stopped.
+            # Alone a trainer stands between two steps, unless it was stopped in a load.
             is_due = termination.is_requested and isinstance(raised, SystemExit)
-            if is_due and not self._is_saved and self.world_size == 1:
+            if is_due and self._is_whole and not self._is_saved and self.world_size == 1:
                 self._save_last()
         finally:
             super()._exit(raised)
@@ -178,6 +179,22 @@ class ResumingCtx(PublishingCtx):
                 termination.close()
 
     _is_saved = False  # for the last time
+    _is_whole = True  # rows and net are those of one step
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """Surround what replaces rows and net: if the process ends in it, none are saved."""
+        self._is_whole = False
+        try:
+            yield
+        except Exception:
+            self._is_whole = True  # the script may go on with what it has
+            raise
+        self._is_whole = True
+
+    def _load(self, *given: Any) -> None:
+        with self._replacing():
+            super()._load(*given)
 
     def _save_last(self) -> None:
         self._is_saved = True

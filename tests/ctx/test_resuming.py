@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from persia._training.checkpoint import CheckpointWriter
+from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._training.ranks import Ranks
 from persia.ctx import resuming
 from persia.ctx.resuming import STATUS, Termination
@@ -123,6 +123,52 @@ def test_sigterm_while_ranks_wait_for_each_other_is_not_lost(
         train(8, every=100, ranks=AskedInTheRound(1, 0))
     monkeypatch.setattr(resuming, "_has_resumed", False)
     assert train(8) == 2  # the first step to which all come knowing of it
+
+
+def asked_in(monkeypatch: Monkey, owner: type[Any], name: str) -> None:
+    """Ask in a method, which is left where the grace period demands it."""
+    method = getattr(owner, name)
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, method)
+        ask_and_wait()
+        return method(*given, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("name", ["verify", "commit"])
+def test_sigterm_while_a_checkpoint_is_loaded_leaves_that_one(
+    folder: Path, monkeypatch: Monkey, name: str
+) -> None:
+    """What is there meanwhile is of no step: rows of one, and the net of another."""
+    assert train(5) == 0
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    with monkeypatch.context() as patch:
+        patch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+        asked_in(patch, CheckpointReader, name)
+        with pytest.raises(SystemExit) as ended:
+            train(8)
+    assert ended.value.code == STATUS
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 3
+
+
+def test_sigterm_while_the_script_loads_rows_leaves_the_checkpoint_before(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    before: list[Path] = []
+
+    def load() -> None:
+        with make_ctx() as ctx:
+            before.extend(folder.glob("*.json"))
+            asked_in(monkeypatch, CheckpointReader, "verify")
+            ctx.load_embedding(folder)
+
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+    with pytest.raises(SystemExit):
+        load()
+    assert [*folder.glob("*.json")] == before
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_tried_again(
