@@ -71,14 +71,25 @@ class Termination:
             return
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def close(self) -> None:
-        """Give SIGTERM back, or, where it is being followed, ignore any further one."""
+    def close(self, raised: BaseException | None) -> None:
+        """Give SIGTERM back; end the process if that was requested, ignoring any further one.
+
+        An exception that is on its way has precedence. The program may go on behind it: it
+        gets the signal again once its time is up.
+        """
+        if self._before is None:
+            return
+        is_ending = self.is_requested and isinstance(raised, SystemExit | None)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if is_ending else self._before)
+        self._before = None
+        if not self.is_requested:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        if self._before is not None:
-            after = signal.SIG_IGN if self.is_requested else self._before
-            signal.signal(signal.SIGTERM, after)
-            self._before = None
+        if not isinstance(raised, SystemExit | None):
+            self._start_timer()
+        elif raised is None:
+            self.end()
 
     def end(self) -> None:
         """End the process, what the request asked for being done."""
@@ -90,11 +101,14 @@ class Termination:
             return
         if not self.is_requested:
             self.is_requested = True
-            self._timer = threading.Timer(self._patience_s, self._remind)
-            self._timer.daemon = True
-            self._timer.start()
+            self._start_timer()
         elif self._is_overdue and not self.held:
             self.end()
+
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(self._patience_s, self._remind)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _remind(self) -> None:
         self._is_overdue = True
@@ -164,19 +178,20 @@ class ResumingCtx(PublishingCtx):
     def _exit(self, raised: BaseException | None) -> None:
         termination, self._termination = self._termination, None
         session = self._session
-        if session is not None and raised is not None and self._resume_from is not None:
+        fails = raised is not None or (termination is not None and termination.is_requested)
+        if session is not None and fails and self._resume_from is not None:
             session.connection.is_back = True
-        try:
-            if termination is None:
-                return
-            # Alone a trainer stands between two steps, unless it was stopped in a load.
-            is_due = termination.is_requested and isinstance(raised, SystemExit)
-            if is_due and self._is_whole and not self._is_saved and self.world_size == 1:
-                self._save_last()
-        finally:
+        if termination is None:
             super()._exit(raised)
-            if termination is not None:
-                termination.close()
+            return
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda kind, own, trace: termination.close(raised or own))
+            stack.callback(super()._exit, raised)
+            if termination.is_requested and isinstance(raised, SystemExit | None):
+                termination.held = True
+                # Alone a trainer stands between two steps, unless it was stopped in a load.
+                if self._is_whole and not self._is_saved and self.world_size == 1:
+                    self._save_last()
 
     _is_saved = False  # for the last time
     _is_whole = True  # rows and net are those of one step

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from persia._cli.run import _on_sigterm
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._training.ranks import Ranks
 from persia.ctx import resuming
@@ -203,6 +204,55 @@ def test_the_last_checkpoint_is_written_where_the_one_before_was_not(
     assert train(8) == 5
 
 
+def test_sigterm_behind_the_last_step_ends_the_process_as_well(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(2, every=100, at_end=ask)
+    assert ended.value.code == STATUS
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 2
+
+
+def test_sigterm_while_the_block_is_left_ends_the_process_as_well(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    wait = CheckpointWriter.wait
+
+    def asked(self: CheckpointWriter) -> None:
+        ask()
+        wait(self)
+
+    def leave() -> None:
+        with make_ctx():
+            monkeypatch.setattr(CheckpointWriter, "wait", asked)
+
+    with pytest.raises(SystemExit) as ended:
+        leave()
+    assert ended.value.code == STATUS
+
+
+def test_sigterm_before_an_error_reaches_the_program_behind_it(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    """The error is shown first; a program that goes on is ended all the same."""
+
+    def fail() -> None:
+        ask()
+        raise KeyError("clicks")
+
+    def go_on() -> None:
+        with pytest.raises(KeyError):
+            train(2, at_end=fail)
+        until(lambda: False)
+
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "3")
+    signal.signal(signal.SIGTERM, _on_sigterm)  # as in every process that is launched
+    with pytest.raises(SystemExit) as ended:
+        go_on()
+    assert ended.value.code == STATUS
+
+
 def test_an_error_in_the_last_checkpoint_is_logged(
     folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,6 +298,6 @@ def test_a_request_that_is_not_met_is_raised_unless_it_is_held() -> None:
             ask()
         ask()  # once
     finally:
-        asked.close()
+        asked.close(SystemExit(STATUS))
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         signal.signal(signal.SIGTERM, before)
