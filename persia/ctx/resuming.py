@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from persia import env
 from persia._files.catalog import ids
 from persia._files.open import folder_url, open_storage
+from persia._process_exit import mark_slow_end
 from persia.ctx.publishing import PublishingCtx
 from persia.errors import ConfigError
 
@@ -69,6 +70,7 @@ class Termination:
         if threading.current_thread() is not threading.main_thread():
             logger.info("SIGTERM writes no checkpoint: the context is not in the main thread")
             return
+        mark_slow_end()
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
 
     def close(self, raised: BaseException | None) -> None:
