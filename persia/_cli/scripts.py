@@ -10,6 +10,7 @@ has ``PERSIA_GRACE_PERIOD``.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -116,10 +117,15 @@ def run_nn_worker(
     """
     command = torchrun(nproc_per_node, node_rank, nnodes, max_restarts)
     resumes, grace_s = env.resume_from() is not None, env.grace_period_s()
+    # Of torchrun itself: how long it waits for its ranks when it is stopped, else 30 s.
+    limits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": math.ceil(grace_s)}
     where = f"{nproc_per_node} rank(s) on node {node_rank} of {nnodes}"
     logger.info("runs %s with %s", script.path, where)
     received = 0
-    with watched_process() as events, closing(Child([*command, *script.words()])) as child:
+    with (
+        watched_process() as events,
+        closing(Child([*command, *script.words()], **limits)) as child,
+    ):
         _watch(child, events)
         event = events.get()
         if event.error is not None:

@@ -215,6 +215,24 @@ def test_a_trainer_has_time_for_its_last_checkpoint(job: Job) -> None:
     assert [server.wait() for server in servers] == [143] * 2
 
 
+LIMITED = """
+from torch.distributed.launcher.api import LaunchConfig
+print("torchrun waits", getattr(LaunchConfig(1, 1, 1), "shutdown_timeout", None))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_waits_for_ranks_as_long_as_its_launcher(job: Job) -> None:
+    job.start_servers()
+    trainer = job.launch(
+        "nn-worker", job.script("train.py", LIMITED), PERSIA_GRACE_PERIOD="49.5"
+    )
+    assert trainer.wait() == 0
+    if "torchrun waits None" in trainer.printed():
+        pytest.skip("torch is older, and always waits 30 s")
+    assert "torchrun waits 50" in trainer.printed()
+
+
 FOLLOWS = """
 import persia._process_exit
 persia._process_exit._UNWIND_S = 1e6
