@@ -21,6 +21,7 @@ from persia import env
 RUN = "persia._cli.run"
 
 _PARTICIPATED = "participated"
+_ENDS_SLOWLY = "ends-slowly"
 _SERVED = "served"  # by a data-loader: JSON, the nn-workers' addresses and incarnations
 
 # Status of a data-loader's script that is to run again from the start.
@@ -64,6 +65,21 @@ def mark_participated() -> None:
 def has_participated(directory: Path) -> bool:
     """Return whether a process has noted in a directory that it configures servers."""
     return (directory / _PARTICIPATED).exists()
+
+
+def mark_slow_end() -> None:
+    """Note, if this process was launched, that it writes a checkpoint before it ends.
+
+    The launcher then gives it ``PERSIA_GRACE_PERIOD`` after a signal.
+    """
+    directory = env.run_directory()
+    if directory is not None:
+        (directory / _ENDS_SLOWLY).touch()
+
+
+def ends_slowly(directory: Path) -> bool:
+    """Return whether a process has noted in a directory that its end takes time."""
+    return (directory / _ENDS_SLOWLY).exists()
 
 
 def note_served(peers: Mapping[str, int | None]) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from persia import env
 from persia._process_exit import (
     End,
+    ends_slowly,
     first_failure,
     mark_participated,
+    mark_slow_end,
     note_end,
     note_served,
     served,
@@ -38,10 +40,19 @@ def test_which_nn_workers_have_all_data_is_noted(tmp_path: Path) -> None:
     assert first_failure(tmp_path) is None
 
 
+def test_an_end_that_takes_time_is_noted(tmp_path: Path) -> None:
+    assert not ends_slowly(tmp_path)
+    with env.changed(PERSIA_RUN_DIRECTORY=tmp_path):
+        mark_slow_end()
+    assert ends_slowly(tmp_path)
+    assert first_failure(tmp_path) is None
+
+
 def test_without_a_launcher_nothing_is_noted(tmp_path: Path, monkeypatch: Monkey) -> None:
     monkeypatch.chdir(tmp_path)
     with env.changed(PERSIA_RUN_DIRECTORY=None):
         note_end(1, "failed")
         mark_participated()
+        mark_slow_end()
         note_served({"tcp://a:1": 5})
     assert not [*tmp_path.iterdir()]

@@ -31,6 +31,7 @@ from persia._process_exit import (
     RUN_AGAIN,
     End,
     end_with_launcher,
+    ends_slowly,
     first_failure,
     has_participated,
     note_end,
@@ -98,6 +99,10 @@ class Child:
     @property
     def has_participated(self) -> bool:
         return has_participated(Path(self._notes.name))
+
+    @property
+    def ends_slowly(self) -> bool:
+        return ends_slowly(Path(self._notes.name))
 
     def close(self) -> None:
         self.send_signal(signal.SIGKILL)

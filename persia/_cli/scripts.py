@@ -3,12 +3,14 @@
     torchrun --standalone --nproc-per-node 2 -m persia._cli.run script train.py ...
 
 Signals reach the script through this process. A script that does not end within seconds of one
-is killed: honcho kills this process 5 s after SIGTERM.
+is killed: honcho kills this process 5 s after SIGTERM. A trainer that writes a checkpoint then
+has ``PERSIA_GRACE_PERIOD``.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -114,13 +116,16 @@ def run_nn_worker(
     on from a checkpoint. A traceback is printed last.
     """
     command = torchrun(nproc_per_node, node_rank, nnodes, max_restarts)
-    # A trainer that goes on from a checkpoint writes one when it is stopped.
-    resumes = env.resume_from() is not None
-    unwind_s = env.grace_period_s() if resumes else UNWIND_S
+    resumes, grace_s = env.resume_from() is not None, env.grace_period_s()
+    # Of torchrun itself: how long it waits for its ranks when it is stopped, else 30 s.
+    limits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": math.ceil(grace_s)}
     where = f"{nproc_per_node} rank(s) on node {node_rank} of {nnodes}"
     logger.info("runs %s with %s", script.path, where)
     received = 0
-    with watched_process() as events, closing(Child([*command, *script.words()])) as child:
+    with (
+        watched_process() as events,
+        closing(Child([*command, *script.words()], **limits)) as child,
+    ):
         _watch(child, events)
         event = events.get()
         if event.error is not None:
@@ -128,7 +133,7 @@ def run_nn_worker(
         if event.kind == "signal":
             received = event.number
             logger.info("stops after %s", signal.Signals(received).name)
-            child.stop(received, unwind_s)
+            child.stop(received, grace_s if child.ends_slowly else UNWIND_S)
         end = child.end()
         if received:
             end = End(128 + received)

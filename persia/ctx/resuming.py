@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from persia import env
 from persia._files.catalog import ids
 from persia._files.open import folder_url, open_storage
+from persia._process_exit import mark_slow_end
 from persia.ctx.publishing import PublishingCtx
 from persia.errors import ConfigError
 
@@ -69,16 +70,28 @@ class Termination:
         if threading.current_thread() is not threading.main_thread():
             logger.info("SIGTERM writes no checkpoint: the context is not in the main thread")
             return
+        mark_slow_end()
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
 
-    def close(self) -> None:
-        """Give SIGTERM back, or, where it is being followed, ignore any further one."""
+    def close(self, raised: BaseException | None) -> None:
+        """Give SIGTERM back; end the process if that was requested, ignoring any further one.
+
+        An exception that is on its way has precedence. The program may go on behind it: it
+        gets the signal again once its time is up.
+        """
+        if self._before is None:
+            return
+        is_ending = self.is_requested and isinstance(raised, SystemExit | None)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if is_ending else self._before)
+        self._before = None
+        if not self.is_requested:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        if self._before is not None:
-            after = signal.SIG_IGN if self.is_requested else self._before
-            signal.signal(signal.SIGTERM, after)
-            self._before = None
+        if not isinstance(raised, SystemExit | None):
+            self._start_timer()
+        elif raised is None:
+            self.end()
 
     def end(self) -> None:
         """End the process, what the request asked for being done."""
@@ -90,11 +103,14 @@ class Termination:
             return
         if not self.is_requested:
             self.is_requested = True
-            self._timer = threading.Timer(self._patience_s, self._remind)
-            self._timer.daemon = True
-            self._timer.start()
+            self._start_timer()
         elif self._is_overdue and not self.held:
             self.end()
+
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(self._patience_s, self._remind)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _remind(self) -> None:
         self._is_overdue = True
@@ -147,37 +163,61 @@ class ResumingCtx(PublishingCtx):
         global _has_resumed
         if self._resume_from is None or _has_resumed:
             return
+        with self._replacing():
+            # Rank 0 looks for all of them: a folder need not look the same from everywhere.
+            is_there = self.rank_id == 0 and bool(ids(open_storage(self._resume_from)))
+            if self._ranks is not None:
+                is_there = self._ranks.any(is_there)
+            if is_there:
+                self.load_checkpoint(self._resume_from)
+            else:
+                logger.info("%s has no checkpoint yet: training begins", self._resume_from)
+                # Or a trainer that is killed before the first one would go on from rows that
+                # have been trained, with a net that has not.
+                self.dump_checkpoint(self._resume_from)
         _has_resumed = True
-        if ids(open_storage(self._resume_from)):
-            self.load_checkpoint(self._resume_from)
-            return
-        logger.info("%s has no checkpoint yet: training begins", self._resume_from)
-        # Or a trainer that is killed before the first one would go on from rows that have
-        # been trained, with a net that has not.
-        self.dump_checkpoint(self._resume_from)
 
     def _exit(self, raised: BaseException | None) -> None:
         termination, self._termination = self._termination, None
         session = self._session
-        if session is not None and raised is not None and self._resume_from is not None:
+        fails = raised is not None or (termination is not None and termination.is_requested)
+        if session is not None and fails and self._resume_from is not None:
             session.connection.is_back = True
-        try:
-            if termination is None:
-                return
-            # Alone a trainer stands between two steps, wherever it was stopped.
-            is_due = termination.is_requested and isinstance(raised, SystemExit)
-            if is_due and not self._is_saved and self.world_size == 1:
-                self._save_last()
-        finally:
+        if termination is None:
             super()._exit(raised)
-            if termination is not None:
-                termination.close()
+            return
+        with contextlib.ExitStack() as stack:
+            stack.push(lambda kind, own, trace: termination.close(raised or own))
+            stack.callback(super()._exit, raised)
+            if termination.is_requested and isinstance(raised, SystemExit | None):
+                termination.held = True
+                # Alone a trainer stands between two steps, unless it was stopped in a load.
+                if self._is_whole and not self._is_saved and self.world_size == 1:
+                    self._save_last()
 
     _is_saved = False  # for the last time
+    _is_whole = True  # rows and net are those of one step
+
+    @contextlib.contextmanager
+    def _replacing(self) -> Iterator[None]:
+        """Surround what replaces rows and net: if the process ends in it, none are saved."""
+        self._is_whole = False
+        try:
+            yield
+        except Exception:
+            self._is_whole = True  # the script may go on with what it has
+            raise
+        self._is_whole = True
+
+    def _load(self, *given: Any) -> None:
+        with self._replacing():
+            super()._load(*given)
 
     def _save_last(self) -> None:
         self._is_saved = True
         logger.info("writes a checkpoint after step %d, and ends", self.update_times)
+        with contextlib.suppress(Exception):  # it is in the log
+            self.wait_for_dump_embedding()
         try:
             self.dump_checkpoint(str(self._folder))
         except Exception as exc:
@@ -188,14 +228,15 @@ class ResumingCtx(PublishingCtx):
         termination = self._termination
         if termination is None:
             return
-        if self._every and self.update_times % self._every == 0:
-            self.dump_checkpoint(str(self._folder), blocking=False)
         ranks = None if self._is_uneven else self._ranks
-        asked = termination.is_requested
+        asked = termination.is_requested  # read once: it may be set while ranks meet
         if ranks is not None:
-            asked = termination.is_requested = ranks.any(asked)
+            asked = ranks.any(asked)
         if not asked:
+            if self._every and self.update_times % self._every == 0:
+                self.dump_checkpoint(str(self._folder), blocking=False)
             return
+        termination.is_requested = True
         self._save_last()
         if ranks is not None:
             ranks.any(False)  # rank 0 writes, and the end of another rank would be its own

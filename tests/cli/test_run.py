@@ -63,7 +63,7 @@ def test_a_function_is_called(tmp_path: Path) -> None:
     assert out.read_text() == "[1]"
 
 
-NOTES = "from persia._process_exit import mark_participated, note_end; "
+NOTES = "from persia._process_exit import mark_participated, mark_slow_end, note_end; "
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,13 @@ def test_a_child_that_configures_servers_and_variables_that_are_removed(
     with closing(Child(["-c", code], RANK=None)) as child:
         assert child.end() == End(0)
         assert child.has_participated
+        assert not child.ends_slowly
+
+
+def test_a_child_whose_end_takes_time() -> None:
+    with closing(Child(["-c", f"{NOTES} mark_slow_end()"])) as child:
+        assert child.end() == End(0)
+        assert child.ends_slowly
 
 
 def test_a_child_that_does_not_end_in_time_is_killed(caplog: Log) -> None:

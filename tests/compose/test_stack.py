@@ -245,6 +245,8 @@ def test_overlays_fit_the_stack() -> None:
     patience_s = float(resumes["nn_worker"]["environment"]["PERSIA_GRACE_PERIOD"])
     assert resumes["nn_worker"]["stop_grace_period"] == "1m0s"
     assert patience_s < 60
+    # Which has torchrun wait as long: tests/e2e/test_lifecycle.py.
+    assert resumes["nn_worker"]["command"][:2] == ["persia-launcher", "nn-worker"]
     for role in ("nn_worker", "data_loader"):
         assert resumes[role]["environment"]["PERSIA_RESUME_FROM"] == "/checkpoints"
         assert resumes[role]["environment"]["PERSIA_SUPERVISED"] == "1"

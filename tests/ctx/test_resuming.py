@@ -6,13 +6,17 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from persia._cli.run import _on_sigterm
+from persia._training.checkpoint import CheckpointReader, CheckpointWriter
+from persia._training.ranks import Ranks
 from persia.ctx import resuming
 from persia.ctx.resuming import STATUS, Termination
 from persia.data import DataLoader
-from persia.errors import ConfigError
+from persia.errors import CheckpointError, ConfigError
 from tests.distributed.batches import make_batch
 from tests.distributed.net import make_ctx
 from tests.support.fixtures import Monkey
@@ -42,11 +46,16 @@ def ask_and_wait() -> None:
 
 
 def train(
-    steps: int, every: int = 3, *, ask_at: int = 0, at_end: Callable[[], object] = bool
+    steps: int,
+    every: int = 3,
+    *,
+    ask_at: int = 0,
+    at_end: Callable[[], object] = bool,
+    ranks: Ranks | None = None,
 ) -> int:
     """Train until a number of steps; returns after which step it began."""
     with make_ctx(checkpoint_every=every) as ctx:
-        begun = ctx.update_times
+        begun, ctx._ranks = ctx.update_times, ranks
         for batch in DataLoader(BATCHES, reproducible=True):
             if ctx.update_times + 1 == ask_at:
                 ask()
@@ -99,6 +108,151 @@ def test_sigterm_between_two_steps_writes_a_checkpoint_as_well(
     assert train(8) == 2
 
 
+class AskedInTheRound(Ranks):
+    """One rank, which SIGTERM reaches while it waits for others to say what they were asked."""
+
+    def any(self, flag: bool) -> bool:
+        found = super().any(flag)
+        ask()
+        return found
+
+
+def test_sigterm_while_ranks_wait_for_each_other_is_not_lost(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    with pytest.raises(SystemExit):
+        train(8, every=100, ranks=AskedInTheRound(1, 0))
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 2  # the first step to which all come knowing of it
+
+
+def asked_in(monkeypatch: Monkey, owner: type[Any], name: str) -> None:
+    """Ask in a method, which is left where the grace period demands it."""
+    method = getattr(owner, name)
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, method)
+        ask_and_wait()
+        return method(*given, **options)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("name", ["verify", "commit"])
+def test_sigterm_while_a_checkpoint_is_loaded_leaves_that_one(
+    folder: Path, monkeypatch: Monkey, name: str
+) -> None:
+    """What is there meanwhile is of no step: rows of one, and the net of another."""
+    assert train(5) == 0
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    with monkeypatch.context() as patch:
+        patch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+        asked_in(patch, CheckpointReader, name)
+        with pytest.raises(SystemExit) as ended:
+            train(8)
+    assert ended.value.code == STATUS
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 3
+
+
+def test_sigterm_while_the_script_loads_rows_leaves_the_checkpoint_before(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    before: list[Path] = []
+
+    def load() -> None:
+        with make_ctx() as ctx:
+            before.extend(folder.glob("*.json"))
+            asked_in(monkeypatch, CheckpointReader, "verify")
+            ctx.load_embedding(folder)
+
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+    with pytest.raises(SystemExit):
+        load()
+    assert [*folder.glob("*.json")] == before
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_tried_again(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    assert train(5) == 0
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    (net,) = folder.glob("*/dense.pt")
+    net.rename(net.with_suffix(".away"))
+    with pytest.raises(CheckpointError):
+        train(8)
+    net.with_suffix(".away").rename(net)
+    assert train(8) == 3
+
+
+def test_the_last_checkpoint_is_written_where_the_one_before_was_not(
+    folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, writes = CheckpointWriter._write, []
+
+    def second_fails(*given: Any, **options: Any) -> None:
+        writes.append(given)
+        if len(writes) == 2:  # the first is that of the beginning
+            raise CheckpointError("no space left")
+        write(*given, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "_write", second_fails)
+    with pytest.raises(SystemExit):
+        train(8, ask_at=5)
+    assert "no space left" in caplog.text
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 5
+
+
+def test_sigterm_behind_the_last_step_ends_the_process_as_well(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(2, every=100, at_end=ask)
+    assert ended.value.code == STATUS
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 2
+
+
+def test_sigterm_while_the_block_is_left_ends_the_process_as_well(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    wait = CheckpointWriter.wait
+
+    def asked(self: CheckpointWriter) -> None:
+        ask()
+        wait(self)
+
+    def leave() -> None:
+        with make_ctx():
+            monkeypatch.setattr(CheckpointWriter, "wait", asked)
+
+    with pytest.raises(SystemExit) as ended:
+        leave()
+    assert ended.value.code == STATUS
+
+
+def test_sigterm_before_an_error_reaches_the_program_behind_it(
+    folder: Path, monkeypatch: Monkey
+) -> None:
+    """The error is shown first; a program that goes on is ended all the same."""
+
+    def fail() -> None:
+        ask()
+        raise KeyError("clicks")
+
+    def go_on() -> None:
+        with pytest.raises(KeyError):
+            train(2, at_end=fail)
+        until(lambda: False)
+
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "3")
+    signal.signal(signal.SIGTERM, _on_sigterm)  # as in every process that is launched
+    with pytest.raises(SystemExit) as ended:
+        go_on()
+    assert ended.value.code == STATUS
+
+
 def test_an_error_in_the_last_checkpoint_is_logged(
     folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,6 +298,6 @@ def test_a_request_that_is_not_met_is_raised_unless_it_is_held() -> None:
             ask()
         ask()  # once
     finally:
-        asked.close()
+        asked.close(SystemExit(STATUS))
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         signal.signal(signal.SIGTERM, before)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.conftest import run_job
+from tests.distributed.net import make_ctx
 
 STEPS = 20
 
@@ -26,6 +27,15 @@ def test_a_job_is_stopped_and_continued(tmp_path: Path, stop: int, servers: int)
         assert after["parameters"] == before["parameters"]
     for text in said:
         assert f"'dropped': {stop}" in text
+
+
+def test_all_ranks_begin_where_rank_0_says(tmp_path: Path) -> None:
+    """Rank 1 sees a checkpoint, as it may when rank 0 has just written one of the beginning."""
+    folders = [str(tmp_path / "empty"), str(tmp_path / "seen")]
+    with make_ctx() as ctx:
+        ctx.dump_checkpoint(folders[1])
+    (ranks,), _ = run_job(1, "4", resume_from=folders)
+    assert [len(rank["losses"]) for rank in ranks] == [4, 4]
 
 
 @pytest.mark.parametrize(("name", "is_equal"), [("bytegrad", True), ("decentralized", False)])

@@ -183,6 +183,56 @@ def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
     assert not processes_with(str(job.place))
 
 
+# The launcher, which gives nothing any time but what writes a checkpoint.
+IMPATIENT = f"from persia._cli import scripts; scripts.UNWIND_S = 0; {WITHOUT_TORCHRUN}"
+SAVES = """
+import signal, sys, torch
+from persia.ctx import TrainCtx
+from persia.embedding.optim import SGD
+model = torch.nn.Linear(4, 1)
+with TrainCtx(
+    model=model,
+    embedding_optimizer=SGD(lr=0.1),
+    dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    checkpoint_folder=sys.argv[1],
+):
+    print("running", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_has_time_for_its_last_checkpoint(job: Job) -> None:
+    """With a folder in the script, of which its launcher's environment says nothing."""
+    servers, folder = job.start_servers(), job.place / "checkpoints"
+    job.launcher = ("-c", IMPATIENT)
+    trainer = job.launch("nn-worker", job.script("train.py", SAVES), str(folder))
+    trainer.wait_for("running")
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait() == 143
+    assert len([*folder.glob("*.json")]) == 1, trainer.printed()
+    assert "is killed" not in trainer.printed()
+    assert [server.wait() for server in servers] == [143] * 2
+
+
+LIMITED = """
+from torch.distributed.launcher.api import LaunchConfig
+print("torchrun waits", getattr(LaunchConfig(1, 1, 1), "shutdown_timeout", None))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_waits_for_ranks_as_long_as_its_launcher(job: Job) -> None:
+    job.start_servers()
+    trainer = job.launch(
+        "nn-worker", job.script("train.py", LIMITED), PERSIA_GRACE_PERIOD="49.5"
+    )
+    assert trainer.wait() == 0
+    if "torchrun waits None" in trainer.printed():
+        pytest.skip("torch is older, and always waits 30 s")
+    assert "torchrun waits 50" in trainer.printed()
+
+
 FOLLOWS = """
 import persia._process_exit
 persia._process_exit._UNWIND_S = 1e6

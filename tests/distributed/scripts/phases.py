@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from persia import env
 from persia.data import DataLoader, StreamingDataset
 from persia.distributed import BaguaDistributedOption
 from persia.errors import PersiaError
@@ -29,6 +32,7 @@ def run(
     dump_at: int = 0,
     noise: float = 0.0,
     algorithm: str | None = None,
+    resume_from: Sequence[str] = (),
 ) -> dict[str, object]:
     """Train one phase and return what is compared.
 
@@ -39,9 +43,12 @@ def run(
         dump_at: The step after which rank 0 dumps; 0 is none.
         noise: Of the outputs, which each rank draws.
         algorithm: Of ``BaguaDistributedOption``; none is the default option.
+        resume_from: By rank, the folder that it is to go on from.
     """
     losses: list[float] = []
     option = None if algorithm is None else BaguaDistributedOption(algorithm)
+    if resume_from:
+        os.environ[env.resume_from.name] = resume_from[env.get_rank() or 0]
     with make_ctx(distributed_option=option) as ctx:
         if ctx.rank_id == 0:
             ctx.clear_embeddings()
