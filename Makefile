@@ -144,6 +144,10 @@ k8s-test: build  ## jobs on the cluster of KUBECONFIG, one for tests (PERSIA_TES
 k8s-chaos: build k8s-images  ## containers killed, pods deleted, operator and API away, MINUTES=20
 	MINUTES=$(or $(MINUTES),20) SEED=$(or $(SEED),1) PERSIA_TEST_IMAGE=$(K8S_IMAGE) $(BIN)/python -m tests.k8s.chaos
 
+.PHONY: k8s-resumed
+k8s-resumed: build k8s-images  ## kill a trainer's pods KILLS=20 times, and compare with a job that was left alone
+	KILLS=$(or $(KILLS),20) SEED=$(or $(SEED),1) PERSIA_TEST_IMAGE=$(K8S_IMAGE) $(BIN)/python -m tests.k8s.resumed
+
 .PHONY: k8s-scale
 k8s-scale: build  ## 200 jobs of 20 pods on the same cluster: latency, memory and requests
 	$(BIN)/python -m tests.k8s.scale

@@ -102,9 +102,17 @@ def _parse_addresses(text: str) -> list[str]:
 
 
 def _parse_copies(text: str) -> list[list[str]]:
+    """Return the copies of each server: of a range they are taken number by number.
+
+        a-{0..1}:1|b-{0..1}:1    [[a-0:1, b-0:1], [a-1:1, b-1:1]]
+
+    Raises:
+        ValueError: If there are not as many addresses on both sides of a bar.
+    """
     return [
-        [address for copy in part.split("|") for address in _parse_addresses(copy)]
+        list(copies)
         for part in _parse_list(text)
+        for copies in zip(*map(_parse_addresses, part.split("|")), strict=True)
     ]
 
 
@@ -150,7 +158,9 @@ _ADDRESSES = ValueKind(
     "a list of addresses, such as host:8888 or host-{0..3}:8888, separated by commas",
 )
 _COPIES: ValueKind[list[list[str]] | None] = ValueKind(
-    _parse_copies, "addresses, those of one server's copies with | between them, and commas"
+    _parse_copies,
+    "a list of servers, such as host:8888 or host-{0..3}:8888, separated by commas, with | "
+    "between as many addresses of their copies, such as a-{0..3}:8888|b-{0..3}:8888",
 )
 _FOLDERS: ValueKind[list[str] | None] = ValueKind(_parse_list, "a list of folders with commas")
 _LEVEL: ValueKind[int] = ValueKind(_parse_level, "a level")
@@ -275,7 +285,7 @@ embedding_worker_addresses = Variable(
 serving_replicas = Variable(
     "PERSIA_SERVING_REPLICAS",
     _COPIES,
-    "Addresses of the servers of served rows; between copies of one stands a bar.",
+    "Addresses of the servers of served rows; a bar is between copies of one, or of a range.",
 )
 nn_worker_addresses = Variable(
     "PERSIA_NN_WORKERS",

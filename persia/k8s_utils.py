@@ -4,22 +4,25 @@ persia-k8s-utils render -f job.yml | kubectl apply -f -
 persia-k8s-utils gencrd --output jobs.persia.com.yaml
 persia-k8s-utils operator
 persia-k8s-utils server --port 8080
+persia-k8s-utils top JOB
+persia-k8s-utils doctor JOB
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
 
 from persia._cli.errors import HELP, OneLineGroup, Refused, example
-from persia._cluster.process import set_up_logging
+from persia._cli.log import set_up_logging
 from persia._k8s.crd import crd
 from persia._k8s.plan import ENGINES, SERVER, TRAINER
 from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
-from persia.errors import ConfigError
+from persia.errors import ConfigError, PersiaError
 from persia.version import __version__
 
 
@@ -156,7 +159,7 @@ def operator(
     set_up_logging("persia-operator")
     try:
         run_operator(namespaces, _images(server_image, nn_worker_image), is_once=once)
-    except ConfigError as error:
+    except PersiaError as error:  # also of an API that does not answer at first
         raise Refused(str(error)) from error
 
 
@@ -178,6 +181,76 @@ def server(host: str, port: int, token_file: Path | None) -> None:
         run_server(host, port, token_file)
     except ConfigError as error:
         raise Refused(str(error)) from error
+
+
+_namespace = click.option(
+    "--namespace", "-n", metavar="NAME", help="Of the job; kubectl's own if not given."
+)
+
+
+def _options(namespace: str | None) -> list[str]:
+    return [] if namespace is None else [f"--namespace={namespace}"]
+
+
+@cli.command("top", **example("persia-k8s-utils top adult --namespace training"))
+@click.argument("job")
+@_namespace
+@click.option("--once", is_flag=True, help="Print one frame and exit; 1 if no process answers.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two frames, and of which rates are.",
+)
+def top(job: str, namespace: str | None, once: bool, interval: float) -> None:
+    """Show a job that runs in a cluster, as `persia-launcher top` does.
+
+    kubectl forwards the metrics' ports of the pods that run.
+    """
+    from persia._k8s.forward import top_of_job
+
+    try:
+        sys.exit(top_of_job(job, _options(namespace), interval_s=interval, is_once=once))
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+
+
+@cli.command("doctor", **example("persia-k8s-utils doctor adult --embedding-config slots.yml"))
+@click.argument("job")
+@_namespace
+@click.option(
+    "--embedding-config",
+    type=click.Path(path_type=Path),
+    help="YAML file; PERSIA_EMBEDDING_CONFIG, or embedding_config.yml here or in config/.",
+)
+@click.option(
+    "--global-config",
+    type=click.Path(path_type=Path),
+    help="YAML file; PERSIA_GLOBAL_CONFIG, or global_config.yml here or in config/.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def doctor(
+    job: str,
+    namespace: str | None,
+    embedding_config: Path | None,
+    global_config: Path | None,
+    as_json: bool,
+) -> None:
+    """Compare the servers of a job in a cluster with this version and this embedding config.
+
+    As `persia-launcher doctor` does, through kubectl, with the keys in the job's Secret. Exits
+    with 1 if one differs or a pod does not run.
+    """
+    from persia._cli.doctor import print_report
+    from persia._k8s.forward import doctor_of_job
+
+    try:
+        report = doctor_of_job(job, _options(namespace), embedding_config, global_config)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    print_report(report, as_json=as_json)
+    sys.exit(report.status)
 
 
 if __name__ == "__main__":

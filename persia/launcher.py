@@ -28,16 +28,16 @@ from persia import env
 from persia._cli.doctor import examine, print_report, rows_of, write_project
 from persia._cli.errors import HELP, OneLineGroup, Refused, ScriptCommand, example
 from persia._cli.export_model import export_checkpoint
+from persia._cli.log import set_up_logging
 from persia._cli.report import combine
 from persia._cli.scripts import Script, run_data_loader, run_nn_worker
 from persia._cli.serve import add_options, run_serve
-from persia._cli.top import DEADLINE_S, run_top
+from persia._cli.top import DEADLINE_S, list_targets, run_top
 from persia._cluster.connect import current_lists
 from persia._cluster.process import (
     Options,
     run_embedding_worker,
     run_parameter_server,
-    set_up_logging,
 )
 from persia._metrics.top_view import need_rich
 from persia._process_exit import end_with_launcher, note_end
@@ -314,7 +314,8 @@ def top(address: tuple[str, ...], once: bool, interval: float, timeout: float) -
     of data-loaders on other machines.
     """
     try:
-        sys.exit(run_top(address, interval_s=interval, deadline_s=timeout, is_once=once))
+        targets = list_targets(address)
+        sys.exit(run_top(targets, interval_s=interval, deadline_s=timeout, is_once=once))
     except ConfigError as error:
         raise Refused(str(error)) from error
 

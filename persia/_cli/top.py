@@ -47,6 +47,7 @@ class ScrapeTarget:
     host: str
     port: int
     is_listed: bool = field(default=True, compare=False)  # else it may be absent
+    has_next: bool = field(default=True, compare=False)  # another one may be at the next port
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -169,9 +170,9 @@ class Scraper:
             if readings:
                 state.before = {(one.role, one.replica): one for one in state.readings}
                 state.readings = readings
-                # Where the next replica, or rank, on the same host would be.
-                index, port = target.index + 1, target.port + 1
-                others.append(ScrapeTarget(target.role, index, target.host, port, False))
+                if target.has_next:  # the next replica, or rank, on the same host
+                    index, port = target.index + 1, target.port + 1
+                    others.append(ScrapeTarget(target.role, index, target.host, port, False))
             state.problem, state.remark = problem, remark
             known = {(one.host, one.port) for one in self._states}
             for other in others:
@@ -243,11 +244,11 @@ def _reason(error: OSError) -> str:
 
 
 def run_top(
-    named: Sequence[str], *, interval_s: float, deadline_s: float, is_once: bool
+    targets: Iterable[ScrapeTarget], *, interval_s: float, deadline_s: float, is_once: bool
 ) -> int:
     """Show the job until Ctrl-C, or one frame of it; returns the exit status."""
     need_rich()
-    scraper = Scraper(list_targets(named), deadline_s)
+    scraper = Scraper(targets, deadline_s)
     if is_once:
         return _show_once(scraper, interval_s, deadline_s)
     with suppress(KeyboardInterrupt):

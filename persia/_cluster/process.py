@@ -12,7 +12,6 @@ after signal n; or 1.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import queue
@@ -83,20 +82,6 @@ class Options:
     replica_size: int = 1
     port: int | None = None
     host: str | None = None
-
-
-def set_up_logging(process: str) -> None:
-    """Send PERSIA's log to stderr, each line with the role and number of this process.
-
-    A crash of native code writes the stacks of all threads there.
-    """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {process}: %(message)s"))
-    log = logging.getLogger("persia")
-    log.addHandler(handler)
-    log.setLevel(env.log_level())
-    with suppress(OSError, ValueError):  # stderr is no file
-        faulthandler.enable()
 
 
 def run_parameter_server(options: Options) -> int:

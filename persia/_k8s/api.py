@@ -5,6 +5,7 @@ kopf finds the credentials, and its HTTP library carries the calls: no client of
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -21,9 +22,10 @@ from persia.errors import ConfigError, PersiaError
 logger = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
+Page = tuple[list[Object], str]  # a part of a list, and the version of the whole
 
-# Seconds that a call may take.
-_TIMEOUT_S = 30.0
+# Seconds that a call may take, and after which the API ends a watch.
+_TIMEOUT_S, _WATCH_S = 30.0, 120
 _UNAUTHORIZED, _NOT_FOUND = 401, 404
 # Of each kind: what its resources are called. Which versions there are is in the objects.
 _PLURALS = {
@@ -72,10 +74,10 @@ class Api(Protocol):
         """Return the objects of a namespace, or of all."""
         ...
 
-    def each(
+    def pages(
         self, api_version: str, kind: str, namespace: str | None = None, **query: str
-    ) -> AsyncIterator[Object]:
-        """Yield the same; with a ``limit``, that is the most that are held at a time."""
+    ) -> AsyncIterator[Page]:
+        """Yield the same in parts of at most ``limit``, with the version of the whole list."""
         ...
 
 
@@ -163,6 +165,29 @@ class KubernetesApi:
         if login is not None:
             await login.end()
 
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, **options: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield an answer with a good status; ApiError otherwise, or if it cannot be read."""
+        for is_last in (False, True):
+            login = self._login
+            if login is None:
+                raise ApiError(f"{method} {path}: the connection is closed", 0)
+            try:
+                async with login.request(method, path, **options) as answer:
+                    if answer.status != _UNAUTHORIZED or is_last:
+                        if not answer.ok:
+                            text = _message(await answer.read()) or answer.reason
+                            text = f"{method} {path}: {answer.status}: {text}"
+                            raise ApiError(text, answer.status)
+                        yield answer
+                        return
+            except (aiohttp.ClientError, asyncio.TimeoutError) as exc:
+                why = str(exc) or type(exc).__name__
+                raise ApiError(f"{method} {path}: {why}", 0) from exc
+            await self._log_in_again(login)
+
     async def _call(
         self,
         method: str,
@@ -170,27 +195,12 @@ class KubernetesApi:
         body: Object | None = None,
         query: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        for is_last in (False, True):
-            login = self._login
-            if login is None:
-                raise ApiError(f"{method} {path}: the connection is closed", 0)
-            try:
-                async with login.request(method, path, json=body, params=query or {}) as answer:
-                    content = await answer.read()
-            except (aiohttp.ClientError, TimeoutError) as exc:
-                why = str(exc) or type(exc).__name__
-                raise ApiError(f"{method} {path}: {why}", 0) from exc
-            if answer.status == _UNAUTHORIZED and not is_last:
-                await self._log_in_again(login)
-                continue
-            found: dict[str, Any] = {}
-            with contextlib.suppress(ValueError):
-                found = json.loads(content)
-            if answer.ok:
-                return found
-            text = found.get("message") or answer.reason
-            raise ApiError(f"{method} {path}: {answer.status}: {text}", answer.status)
-        return {}  # not reached: the last answer is returned or raised
+        async with self._answer(method, path, json=body, params=query or {}) as answer:
+            content = await answer.read()
+        found: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            found = json.loads(content)
+        return found
 
     async def _log_in_again(self, refused: _Login) -> None:
         if self._login is not refused:
@@ -232,21 +242,66 @@ class KubernetesApi:
     async def list(
         self, api_version: str, kind: str, namespace: str | None = None, **query: str
     ) -> list[Object]:
-        return [one async for one in self.each(api_version, kind, namespace, **query)]
+        pages = self.pages(api_version, kind, namespace, **query)
+        return [one async for page, _ in pages for one in page]
 
-    async def each(
+    async def pages(
         self, api_version: str, kind: str, namespace: str | None = None, **query: str
-    ) -> AsyncIterator[Object]:
+    ) -> AsyncIterator[Page]:
         path = path_of(api_version, kind, namespace)
         while True:
             found = await self._call("GET", path, query=query)
-            for one in found["items"]:
-                # Of a list, items name neither version nor kind.
-                yield {**one, "apiVersion": api_version, "kind": kind}
-            rest = (found.get("metadata") or {}).get("continue")
-            if not rest:
+            meta = found.get("metadata") or {}
+            # Of a list, items name neither version nor kind.
+            shared = {"apiVersion": api_version, "kind": kind}
+            yield [{**one, **shared} for one in found["items"]], meta.get("resourceVersion", "")
+            if not meta.get("continue"):
                 return
-            query = {**query, "continue": rest}
+            query = {**query, "continue": meta["continue"]}
+
+    async def watch(
+        self, api_version: str, kind: str, namespace: str | None, version: str, **query: str
+    ) -> AsyncIterator[tuple[str, Object]]:
+        """Yield what changes after a version of a list, until the API ends it after minutes.
+
+        Yields:
+            How, ADDED, MODIFIED or DELETED, and the object as it is then; or BOOKMARK, and an
+            object with nothing but a version, from which another watch may go on.
+
+        Raises:
+            ApiError: With status 410 if the API does not know any more what came after that
+                version: list again.
+        """
+        path = path_of(api_version, kind, namespace)
+        query |= {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
+        query["timeoutSeconds"] = str(_WATCH_S)
+        # A connection that is cut where neither end sees it is given up after that time.
+        timeout = aiohttp.ClientTimeout(total=_WATCH_S + _TIMEOUT_S, sock_connect=_TIMEOUT_S)
+        async with self._answer("GET", path, params=query, timeout=timeout) as answer:
+            async for line in _lines(answer.content):
+                event = json.loads(line)
+                how, found = event["type"], event["object"]
+                if how == "ERROR":
+                    text = f"watch of {path}: {found.get('message')}"
+                    raise ApiError(text, found.get("code", 0))
+                yield how, found
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield lines of any length: the reader's own may be shorter than an object."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in filter(None, lines):
+            yield line
+
+
+def _message(content: bytes) -> str:
+    """Return what the API says of a refusal; the empty text where that is not its JSON."""
+    try:
+        return str(json.loads(content)["message"])
+    except (ValueError, TypeError, KeyError):
+        return ""
 
 
 JOB_KIND = (API_VERSION, KIND)

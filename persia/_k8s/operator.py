@@ -1,11 +1,9 @@
-"""The operator: it watches jobs and what belongs to them, and carries out ``reconcile``.
+"""The operator: it carries out ``reconcile`` for every job, whenever anything of it changes.
 
-    kopf's watches --> cache, queue of jobs --> reconcile --> calls of the API
+    lists, watches --> cache, queue of jobs --> reconcile --> calls of the API
 
-kopf's handlers are of its lowest level, and only note what they are shown: they set nothing on
-objects, no finalizer and no annotation. A job is looked at whenever it or a child changes, and
-every ``_SWEEP_S`` seconds for what time brings. Every ``_LIST_S`` seconds all objects are
-listed again, because a watch that was cut off does not say what was deleted meanwhile.
+It sets nothing on objects, no finalizer and no annotation. A job is looked at when it or a
+child changes, and every ``_SWEEP_S`` seconds for what time brings and for calls that failed.
 """
 
 from __future__ import annotations
@@ -13,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import itertools
 import logging
-import sys
+import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import kopf
-
-from persia._k8s.api import JOB_KIND, Api, ApiError, KubernetesApi, log_in
-from persia._k8s.plan import JOB_LABEL, KEY_FILES, ROLE_LABEL, Plan
-from persia._k8s.pods import ATTEMPT_LABEL, SPEC_ANNOTATION, keys_secret
+from persia._k8s.api import JOB_KIND, Api, ApiError, KubernetesApi
+from persia._k8s.cache import Cache, Key, Object, Place
+from persia._k8s.plan import KEY_FILES, Plan
+from persia._k8s.pods import keys_secret
 from persia._k8s.reconcile import (
     Action,
     Children,
@@ -38,56 +37,23 @@ from persia._k8s.reconcile import (
     WriteStatus,
     reconcile,
 )
-from persia._k8s.spec import GROUP, KIND, PLURAL, VERSION
+from persia._k8s.spec import KIND
 from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
-from persia.errors import PersiaError
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, str]  # of a job: its namespace and name
-Object = Mapping[str, Any]
-
-_SWEEP_S, _LIST_S = 15.0, 300.0
-_NUM_WORKERS = 4
-# Objects of one job that are created at a time: the API writes several to its disk as one.
-_AT_ONCE = 8
+_SWEEP_S = 15.0
+# Jobs that are reconciled at a time, and calls of each: the API's disk takes several at once,
+# but with more of them each only waits longer.
+_NUM_WORKERS, _AT_ONCE = 4, 4
 # Seconds in which changes of a job's pods are gathered: they come together.
-_GATHER_S = 0.25
-# A job without pods asks why at most this often.
+_GATHER_S = 1.0
+# Seconds after which it is asked why a Job has no pod, and between two questions.
 _REFUSED_S = 5.0
 _NOT_FOUND, _CONFLICT = 404, 409
 # Most reconciliations of one job in a row, where each made a call.
 _MAX_ROUNDS = 20
-# Objects in one answer of a list, and seconds for which kopf keeps the last it has shown: whole
-# ones are ten times what is kept of them.
-_CHUNK, _IDLE_S = 100, 0.5
-# What is kept of a child; of a text of few values one copy. Its spec, which is most of it, is
-# read only for a Job's number of pods: the annotation says what it is.
-_FEW = sys.intern
-_ENDED = {"reason": _FEW, "message": None, "exitCode": None}
-_STATE = {"waiting": _ENDED, "terminated": _ENDED}
-_KEPT = {
-    "metadata": {
-        **dict.fromkeys(("name", "uid", "resourceVersion", "deletionTimestamp")),
-        "namespace": _FEW,
-        "labels": dict.fromkeys((JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL), _FEW),
-        "annotations": {SPEC_ANNOTATION: _FEW},
-        "ownerReferences": {"uid": _FEW},
-    },
-    "spec": {"completions": None},
-    "status": {
-        "phase": _FEW,
-        "reason": _FEW,
-        "message": None,
-        "conditions": {"type": _FEW, "status": _FEW, "reason": _FEW, "message": None},
-        "containerStatuses": {
-            "ready": None,
-            "restartCount": None,
-            "state": _STATE,
-            "lastState": _STATE,
-        },
-    },
-}
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def watched(kubernetes: tuple[int, int], has_job_sets: bool) -> list[tuple[str, str]]:
@@ -99,7 +65,7 @@ def watched(kubernetes: tuple[int, int], has_job_sets: bool) -> list[tuple[str, 
 
 
 async def carry_out(
-    api: Api, job: Object, actions: Sequence[Action]
+    api: Api, job: Object, actions: Sequence[Action], cache: Cache
 ) -> dict[tuple[str, str], str]:
     """Make the calls of actions in their order; returns what the API refused to create.
 
@@ -109,53 +75,60 @@ async def carry_out(
     refused: dict[tuple[str, str], str] = {}
     for several in _together(actions):
         made = await asyncio.gather(
-            *(_create(api, one, refused) for one in several), return_exceptions=True
+            *(_call(api, job, one, cache, refused) for one in several), return_exceptions=True
         )
         for failure in filter(None, made):
             raise failure
-        action = several[0]
-        if isinstance(action, Delete):
-            try:
-                await api.delete(action.object)
-            except ApiError as exc:
-                if exc.status not in (_NOT_FOUND, _CONFLICT):
-                    raise
-        elif isinstance(action, WriteStatus):
-            await api.replace({**job, "status": action.status}, "status")
-        elif isinstance(action, Emit):
-            await _emit(api, job, action)
     return refused
 
 
 def _together(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Yield actions in their order, several where objects are created: none needs another.
+    """Yield actions in their order, several where objects are created, or deleted.
 
     Keys are by themselves: they are made while there is no Job.
     """
-    several: list[Action] = []
-    for action in actions:
-        are_alike = all(isinstance(one, Create) for one in (action, *several))
-        if several and not (are_alike and len(several) < _AT_ONCE):
-            yield several
-            several = []
-        several.append(action)
-    if several:
-        yield several
+    for kind, same in itertools.groupby(actions, type):
+        several = list(same)
+        at_once = _AT_ONCE if kind in (Create, Delete) else 1
+        for begin in range(0, len(several), at_once):
+            yield several[begin : begin + at_once]
 
 
-async def _create(api: Api, action: Action, refused: dict[tuple[str, str], str]) -> None:
-    """Create an object, if that is the action; notes why the API refused it."""
-    if isinstance(action, Create | CreateKeys):
-        found = action.object if isinstance(action, Create) else new_keys(action.plan)
+async def _call(
+    api: Api, job: Object, action: Action, cache: Cache, refused: dict[tuple[str, str], str]
+) -> None:
+    """Make the call of one action; notes in ``refused`` why the API did not create it."""
+    if isinstance(action, Create):
+        made = await _create(api, action.object, refused)
+        if made is not None:
+            cache.note_answer(made)
+    elif isinstance(action, CreateKeys):
+        await _create(api, new_keys(action.plan), refused)
+    elif isinstance(action, Delete):
         try:
-            await api.create(found)
+            await api.delete(action.object)
         except ApiError as exc:
-            # 409: it is there already, made from what was seen before.
-            if exc.status == _CONFLICT:
-                return
-            if not 400 <= exc.status < 500:  # the server's failure, and not the object's
+            if exc.status not in (_NOT_FOUND, _CONFLICT):
                 raise
+        cache.note_deletion(action.object)
+    elif isinstance(action, WriteStatus):
+        cache.note_answer(await api.replace({**job, "status": action.status}, "status"))
+    else:
+        await _emit(api, job, action)
+
+
+async def _create(
+    api: Api, found: Object, refused: dict[tuple[str, str], str]
+) -> Object | None:
+    """Create an object; returns it as it is, or None if it is refused or there already."""
+    try:
+        return await api.create(found)
+    except ApiError as exc:
+        if not 400 <= exc.status < 500:  # the server's failure, and not the object's
+            raise
+        if exc.status != _CONFLICT:  # else it was created after the last look
             refused[found["kind"], found["metadata"]["name"]] = str(exc)
+        return None
 
 
 def new_keys(plan: Plan) -> dict[str, Any]:
@@ -170,7 +143,7 @@ async def _emit(api: Api, job: Object, action: Emit) -> None:
     """Post an event; the same one again is no second one, and a failure is only logged."""
     meta, note = job["metadata"], action.note
     digest = hashlib.sha256(f"{meta['uid']}{note}".encode()).digest()
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    now = datetime.now(timezone.utc).strftime(_TIME)
     names = ("name", "namespace", "uid", "resourceVersion")
     suffix = base64.b32encode(digest[:10]).decode().lower()
     event = {
@@ -197,29 +170,20 @@ async def _emit(api: Api, job: Object, action: Emit) -> None:
             logger.warning("%s", exc)
 
 
-def kept(found: Object) -> Object:
-    """Return of an object what is read here: of a child it is a tenth."""
-    if found["kind"] == KIND:
-        # Who has written which field is half of it, and the API's own to keep.
-        meta = {key: one for key, one in found["metadata"].items() if key != "managedFields"}
-        return {**found, "metadata": meta}
-    about = {"apiVersion": _FEW(found["apiVersion"]), "kind": _FEW(found["kind"])}
-    return {**about, **_selected(found, _KEPT)}
+@dataclass(slots=True)
+class _Memory:
+    """What is remembered of a job from one reconciliation to the next.
 
+    By kind and name: what the API did not create, and what Jobs did not.
+    """
 
-def _selected(found: Any, wanted: Mapping[str, Any] | Callable[[str], str] | None) -> Any:
-    """Return the wanted keys of an object, or of each of a list; None: all of it."""
-    if wanted is None or found is None:
-        return found
-    if callable(wanted):
-        return wanted(found)
-    if isinstance(found, list):
-        return [_selected(one, wanted) for one in found]
-    return {key: _selected(found[key], below) for key, below in wanted.items() if key in found}
+    refused: dict[tuple[str, str], str] = field(default_factory=dict)
+    warned: dict[tuple[str, str], str] = field(default_factory=dict)
+    ask_at: float = 0.0  # when it may be asked again why Jobs have no pods
 
 
 class Operator:
-    """Keeps what the API has of jobs, and reconciles one after another.
+    """Keeps what the API has of jobs, and reconciles them.
 
     Args:
         api: The API.
@@ -235,38 +199,28 @@ class Operator:
         kinds: Sequence[tuple[str, str]],
         namespaces: Sequence[str] | None = None,
     ) -> None:
-        self._api, self._settings, self._kinds = api, settings, kinds
-        self._namespaces: Sequence[str | None] = list(namespaces) if namespaces else [None]
-        self._jobs: dict[Key, Object] = {}
-        self._children: defaultdict[Key, dict[str, Object]] = defaultdict(dict)  # by uid
-        # By job, kind and name: what the API did not create, and what Jobs did not.
-        self._refused: defaultdict[Key, dict[tuple[str, str], str]] = defaultdict(dict)
-        self._warned: defaultdict[Key, dict[tuple[str, str], str]] = defaultdict(dict)
-        self._asked: dict[Key, float] = {}
-        self._queue: asyncio.Queue[Key] = asyncio.Queue()
+        self._api, self._settings = api, settings
+        within: list[str | None] = list(namespaces or ()) or [None]
+        self._places: list[Place] = [
+            (*kind, namespace) for namespace in within for kind in (JOB_KIND, *kinds)
+        ]
+        self.cache = Cache(self._note_change)
+        self._memory: defaultdict[Key, _Memory] = defaultdict(_Memory)
+        # Why Jobs have no pods, by their uid, and when it was asked; by namespace.
+        self._failures: dict[str, tuple[float, Mapping[str, str]]] = {}
+        # Jobs to reconcile: those that run go before new ones, whose objects take a while.
+        self._queue: asyncio.PriorityQueue[tuple[bool, int, Key]] = asyncio.PriorityQueue()
+        self._numbers = itertools.count()
         self._queued: set[Key] = set()
+        self._busy: set[Key] = set()  # with workers, which queue them again where that is due
         self._changing: set[Key] = set()  # whose pods have changed a moment ago
-        self._busy: set[Key] = set()  # with workers
-        self._again: set[Key] = set()  # of those, what has changed meanwhile
 
-    # --- the cache ---------------------------------------------------------------------
+    # --- the queue -----------------------------------------------------------------------
 
-    def note(self, found: Object, *, is_deleted: bool = False) -> None:
-        """Note how an object is, or was when it was deleted, and queue its job."""
-        meta = found["metadata"]
-        if found["kind"] == KIND:
-            key = (meta["namespace"], meta["name"])
-            if is_deleted:
-                self._jobs.pop(key, None)
-            elif not _is_older(found, self._jobs.get(key)):
-                self._jobs[key] = kept(found)
-        else:
-            key = (meta["namespace"], (meta.get("labels") or {}).get(JOB_LABEL, ""))
-            if is_deleted:
-                self._children[key].pop(meta["uid"], None)
-            elif not _is_older(found, self._children[key].get(meta["uid"])):
-                self._children[key][meta["uid"]] = kept(found)
-        if found["kind"] != "Pod":
+    def _note_change(self, key: Key, kind: str) -> None:
+        if kind == KIND and self.cache.job(key) is None:
+            self._memory.pop(key, None)
+        elif kind != "Pod":
             self.queue(key)
         elif key not in self._changing:
             self._changing.add(key)
@@ -277,79 +231,100 @@ class Operator:
         self.queue(key)
 
     def queue(self, key: Key) -> None:
-        if key in self._jobs and key not in self._queued:
+        """Have a job reconciled, once for all that asked for it until then."""
+        if self.cache.job(key) is not None and key not in self._queued:
             self._queued.add(key)
-            self._queue.put_nowait(key)
+            if key not in self._busy:
+                self._put(key)
 
-    async def list_all(self) -> None:
-        """Replace the cache by what the API has now, and queue every job."""
-        jobs: dict[Key, Object] = {}
-        children: defaultdict[Key, dict[str, Object]] = defaultdict(dict)
-        for namespace in self._namespaces:
-            for one in await self._api.list(*JOB_KIND, namespace):
-                jobs[one["metadata"]["namespace"], one["metadata"]["name"]] = kept(one)
-            for version, kind in self._kinds:
-                async for one in self._api.each(
-                    version, kind, namespace, labelSelector=JOB_LABEL, limit=str(_CHUNK)
-                ):
-                    meta = one["metadata"]
-                    key = (meta["namespace"], meta["labels"][JOB_LABEL])
-                    children[key][meta["uid"]] = kept(one)
-        self._jobs, self._children = jobs, children
-        for key in jobs:
+    def _put(self, key: Key) -> None:
+        is_new = not (self.cache.job(key) or {}).get("status")
+        self._queue.put_nowait((is_new, next(self._numbers), key))
+
+    def queue_all(self) -> None:
+        for key in list(self.cache.entries):
             self.queue(key)
 
     # --- the work ------------------------------------------------------------------------
 
+    async def list_all(self) -> dict[Place, str]:
+        """List everything, and queue every job; returns the versions of the lists."""
+        versions = {place: await self.cache.list(self._api, place) for place in self._places}
+        self.queue_all()
+        return versions
+
     async def step(self, key: Key) -> bool:
         """Reconcile a job once; returns whether there was anything to do."""
-        job = self._jobs.get(key)
+        job = self.cache.job(key)
         if job is None:
-            for memory in (self._children, self._refused, self._warned, self._asked):
-                memory.pop(key, None)
             return False
-        own = list(self._children[key].values())
+        memory = self._memory[key]
+        own = list(self.cache.entries[key].children.values())
         pods = [one for one in own if one["kind"] == "Pod"]
         objects = [one for one in own if one["kind"] != "Pod"]
-        await self._ask_why(key, job, objects, pods)
-        children = Children(objects, pods, {**self._refused[key], **self._warned[key]})
+        await self._ask_why(key, memory, objects, pods)
+        children = Children(objects, pods, {**memory.refused, **memory.warned})
         actions = reconcile(job, children, datetime.now(timezone.utc), self._settings)
-        self._refused[key] = await carry_out(_Noting(self._api, self), job, actions)
+        memory.refused = await carry_out(self._api, job, actions, self.cache)
         return bool(actions)
 
     async def _ask_why(
-        self, key: Key, job: Object, objects: Sequence[Object], pods: Sequence[Object]
+        self, key: Key, memory: _Memory, objects: Sequence[Object], pods: Sequence[Object]
     ) -> None:
         """Look up why Jobs have no pods, such as a quota: only events say so."""
         owners = {
             owner["uid"] for pod in pods for owner in pod["metadata"].get("ownerReferences", ())
         }
-        bare = {
-            one["metadata"]["uid"]: one["metadata"]["name"]
+        bare = [
+            one["metadata"]
             for one in objects
             if one["kind"] == "Job"
             and one["metadata"]["uid"] not in owners
             and not (one.get("status") or {}).get("conditions")
-        }
-        now = asyncio.get_running_loop().time()
-        self._warned[key] = {
-            of: why for of, why in self._warned[key].items() if of[1] in bare.values()
-        }
-        if not bare or now - self._asked.get(key, -_REFUSED_S) < _REFUSED_S:
+        ]
+        names = {meta["name"] for meta in bare}
+        memory.warned = {of: why for of, why in memory.warned.items() if of[1] in names}
+        loop = asyncio.get_running_loop()
+        if not bare or loop.time() < memory.ask_at:
             return
-        self._asked[key] = now
+        memory.ask_at = loop.time() + _REFUSED_S
+        loop.call_at(memory.ask_at, self.queue, key)
+        # Nearly all of them get their pods in a moment.
+        since = datetime.now(timezone.utc) - timedelta(seconds=_REFUSED_S)
+        if all(meta.get("creationTimestamp", "") > since.strftime(_TIME) for meta in bare):
+            return
+        failures = await self._pods_not_created(key[0])
+        for meta in bare:
+            if meta["uid"] in failures:
+                memory.warned["Job", meta["name"]] = failures[meta["uid"]]
+
+    async def _pods_not_created(self, namespace: str) -> Mapping[str, str]:
+        """Return why Jobs of a namespace have no pods, by their uid.
+
+        One list is for all jobs that ask within seconds: the API reads every event for it.
+        """
+        now = asyncio.get_running_loop().time()
+        asked_at, found = self._failures.get(namespace, (now - _REFUSED_S, {}))
+        if now - asked_at < _REFUSED_S:
+            return found
+        self._failures[namespace] = (now, found)
         events = await self._api.list(
-            "v1", "Event", key[0], fieldSelector="reason=FailedCreate,involvedObject.kind=Job"
+            "v1",
+            "Event",
+            namespace,
+            fieldSelector="reason=FailedCreate,involvedObject.kind=Job",
         )
-        for event in events:
-            name = bare.get(event["involvedObject"].get("uid"))
-            if name is not None:
-                self._warned[key]["Job", name] = " ".join(event["message"].split())
+        found = {
+            str(event["involvedObject"].get("uid")): " ".join(event["message"].split())
+            for event in events
+        }
+        self._failures[namespace] = (now, found)
+        return found
 
     async def settle(self) -> None:
         """Reconcile every job that is queued until nothing is to be done: ``--once``."""
         while not self._queue.empty():
-            key = self._queue.get_nowait()
+            *_, key = self._queue.get_nowait()
             self._queued.discard(key)
             for _ in range(_MAX_ROUNDS):
                 if not await self.step(key):
@@ -358,11 +333,8 @@ class Operator:
     async def work(self) -> None:
         """Reconcile jobs as they are queued, for ever."""
         while True:
-            key = await self._queue.get()
+            *_, key = await self._queue.get()
             self._queued.discard(key)
-            if key in self._busy:  # another worker has it, and queues it when that is done
-                self._again.add(key)
-                continue
             self._busy.add(key)
             try:
                 await self.step(key)
@@ -374,76 +346,35 @@ class Operator:
                 logger.exception("job %s/%s: cannot be reconciled", *key)
             finally:
                 self._busy.discard(key)
-                if key in self._again:
-                    self._again.discard(key)
-                    self.queue(key)
+                if key in self._queued:  # it has changed meanwhile
+                    self._put(key)
 
     async def sweep(self) -> None:
-        """Queue every job now and then, and list everything at times, for ever."""
-        rounds = 0
+        """Queue every job now and then, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            rounds += 1
-            if rounds * _SWEEP_S >= _LIST_S:
-                rounds = 0
-                try:
-                    await self.list_all()
-                except PersiaError as exc:  # also a ConfigError: credentials may be replaced
-                    logger.warning("%s", exc)
-                except Exception:
-                    logger.exception("objects cannot be listed")
-            for key in list(self._jobs):
-                self.queue(key)
+            self.queue_all()
 
-
-class _Noting:
-    """The API, with what it answers noted: watches tell of it a little later."""
-
-    def __init__(self, api: Api, operator: Operator) -> None:
-        self._api, self._operator = api, operator
-
-    async def create(self, found: Object) -> Object:
-        made = await self._api.create(found)
-        if found["kind"] not in ("Event", "Secret"):
-            self._operator.note({**made, "kind": found["kind"]})
-        return made
-
-    async def replace(self, found: Object, subresource: str = "") -> Object:
-        made = await self._api.replace(found, subresource)
-        self._operator.note({**made, "kind": found["kind"]})
-        return made
-
-    async def delete(self, found: Object) -> None:
-        await self._api.delete(found)
-        gone = {"deletionTimestamp": "now"}
-        self._operator.note({**found, "metadata": {**found["metadata"], **gone}})
-
-    async def get(self, api_version: str, kind: str, namespace: str, name: str) -> Object:
-        return await self._api.get(api_version, kind, namespace, name)
-
-    async def list(
-        self, api_version: str, kind: str, namespace: str | None = None, **query: str
-    ) -> list[Object]:
-        return await self._api.list(api_version, kind, namespace, **query)
-
-    def each(
-        self, api_version: str, kind: str, namespace: str | None = None, **query: str
-    ) -> AsyncIterator[Object]:
-        return self._api.each(api_version, kind, namespace, **query)
-
-
-def _is_older(found: Object, known: Object | None) -> bool:
-    """Whether an object is older than what is known of it.
-
-    Versions are opaque by the API's rules, but numbers wherever etcd is behind it, and the
-    check is only of what arrives late: what is wrong is put right by the next list.
-    """
-    try:
-        return known is not None and int(found["metadata"]["resourceVersion"]) < int(
-            known["metadata"]["resourceVersion"]
-        )
-    except (KeyError, ValueError):
-        return False
+    async def run(self, api: KubernetesApi) -> None:
+        """Work until a signal comes."""
+        versions = await self.list_all()
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        tasks = [
+            *(self.cache.follow(api, *of) for of in versions.items()),
+            *(self.work() for _ in range(_NUM_WORKERS)),
+            *(self.sweep(), stopped.wait()),
+        ]
+        running = [asyncio.ensure_future(one) for one in tasks]
+        try:
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:  # but for the signal, none ends unless it fails
+                one.result()
+        finally:
+            for one in running:
+                one.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
 
 async def find_settings(api: KubernetesApi, images: Mapping[str, str]) -> tuple[Settings, bool]:
@@ -456,75 +387,16 @@ def run_operator(
     namespaces: Sequence[str], images: Mapping[str, str], *, is_once: bool = False
 ) -> None:
     """Run the operator until a signal ends it, or once over all jobs."""
-    asyncio.run(_once(namespaces, images) if is_once else _run(namespaces, images))
+    asyncio.run(_run(namespaces, images, is_once=is_once))
 
 
-async def _once(namespaces: Sequence[str], images: Mapping[str, str]) -> None:
+async def _run(namespaces: Sequence[str], images: Mapping[str, str], *, is_once: bool) -> None:
     async with KubernetesApi() as api:
-        operator, _ = await _listed(api, namespaces, images)
-        await operator.settle()
-
-
-async def _listed(
-    api: KubernetesApi, namespaces: Sequence[str], images: Mapping[str, str]
-) -> tuple[Operator, list[tuple[str, str]]]:
-    """Return an operator that has listed everything, and the kinds of children."""
-    settings, has_job_sets = await find_settings(api, images)
-    kinds = watched(settings.kubernetes, has_job_sets)
-    operator = Operator(api, settings, kinds, namespaces)
-    await operator.list_all()
-    return operator, kinds
-
-
-async def _run(namespaces: Sequence[str], images: Mapping[str, str]) -> None:
-    async with KubernetesApi() as api:
-        operator, kinds = await _listed(api, namespaces, images)
-        tasks = [asyncio.create_task(operator.work()) for _ in range(_NUM_WORKERS)]
-        tasks.append(asyncio.create_task(operator.sweep()))
-        try:
-            await kopf.operator(
-                registry=_registry(operator, kinds),
-                settings=_kopf_settings(),
-                standalone=True,
-                clusterwide=not namespaces,
-                namespaces=list(namespaces),
-            )
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _kopf_settings() -> kopf.OperatorSettings:
-    settings = kopf.OperatorSettings()
-    # Nothing is handled by kopf beyond watching, so it needs to write and to discover nothing.
-    settings.posting.enabled = False
-    settings.scanning.disabled = True
-    settings.watching.chunk_size = _CHUNK
-    settings.queueing.idle_timeout = _IDLE_S
-    return settings
-
-
-def _registry(operator: Operator, kinds: Iterable[tuple[str, str]]) -> kopf.OperatorRegistry:
-    registry = kopf.OperatorRegistry()
-
-    def credentials(**_: Any) -> kopf.ConnectionInfo:
-        return log_in()
-
-    kopf.on.login(registry=registry)(credentials)
-
-    def watch(kind: str, *resource: str, **filters: Any) -> None:
-        # Async, though nothing is waited for: others are called by threads, for which neither
-        # the cache nor the queue is.
-        async def seen(event: kopf.RawEvent, **_: Any) -> None:
-            body: dict[str, Any] = dict(event["object"])
-            operator.note({**body, "kind": kind}, is_deleted=event["type"] == "DELETED")
-
-        kopf.on.event(*resource, registry=registry, id=kind, **filters)(seen)
-
-    watch(KIND, GROUP, VERSION, PLURAL)
-    for api_version, kind in kinds:
-        group, _, version = api_version.rpartition("/")
-        resource = (group, version, kind) if group else (version, kind)
-        watch(kind, *resource, labels={JOB_LABEL: kopf.PRESENT})
-    return registry
+        settings, has_job_sets = await find_settings(api, images)
+        kinds = watched(settings.kubernetes, has_job_sets)
+        operator = Operator(api, settings, kinds, namespaces)
+        if is_once:
+            await operator.list_all()
+            await operator.settle()
+        else:
+            await operator.run(api)

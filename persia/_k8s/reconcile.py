@@ -88,7 +88,7 @@ Action = Create | CreateKeys | Delete | WriteStatus | Emit
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """What is there for a job, whosever it is."""
+    """What has the label of a job, also if the job does not own it."""
 
     objects: Sequence[Object] = ()
     pods: Sequence[Object] = ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,7 +27,6 @@ from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.config import EmbeddingSchema, GlobalConfig, schema_fingerprint
 from persia.errors import ConfigError, ServiceBusy
-from tests.support.processes import run
 from tests.support.waiting import until
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}}})
@@ -124,17 +122,6 @@ def test_replicas_outside_the_set_are_refused(config: Path) -> None:
         run_parameter_server(Options(config, None, replica_index=2, replica_size=2))
     with pytest.raises(ConfigError, match="expected an embedding config"):
         run_parameter_server(Options(None, None))
-
-
-def test_a_crash_of_native_code_leaves_the_stacks_of_its_threads() -> None:
-    code = (
-        "import ctypes\nfrom persia._cluster.process import set_up_logging\n"
-        "def crash(): ctypes.string_at(0)\nset_up_logging('a process'); crash()"
-    )
-    ran = run(sys.executable, "-c", code)
-    assert ran.returncode == -signal.SIGSEGV
-    assert "Fatal Python error: Segmentation fault" in ran.stderr
-    assert "in crash" in ran.stderr
 
 
 def test_an_embedding_worker_that_sends_floats_otherwise_than_its_servers_ends(

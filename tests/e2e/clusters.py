@@ -93,6 +93,18 @@ def operator(*words: str, log: Path, kubeconfig: str | None = None) -> Iterator[
             process.wait(30)
 
 
+def k8s_utils(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run ``persia-k8s-utils`` of this tree."""
+    return subprocess.run(
+        [sys.executable, "-m", "persia.k8s_utils", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def status_of(kubectl: Kubectl, namespace: str, name: str) -> dict[str, Any]:
     text = kubectl("get", "pj", name, "-n", namespace, "-o", "json")
     found: dict[str, Any] = json.loads(text).get("status", {})

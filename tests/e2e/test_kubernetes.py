@@ -19,6 +19,7 @@ from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
 from tests.e2e.clusters import (
     Kubectl,
+    k8s_utils,
     names,
     operator,
     runs_containers,
@@ -113,6 +114,21 @@ def test_a_job_runs_ends_and_leaves_nothing_also_if_its_operator_is_restarted(
         assert names(kubectl, namespace) == before
     kubectl("delete", "pj", "adult-income", "-n", namespace)
     until(lambda: not names(kubectl, namespace), "everything is deleted")
+
+
+def test_top_and_doctor_find_the_pods_and_the_keys_and_say_what_kubectl_says(
+    kubectl: Kubectl, namespace: str, tmp_path: Path
+) -> None:
+    """No container runs, so there is nothing that could be forwarded to."""
+    with operator("--namespace", namespace, log=tmp_path / "log"):
+        kubectl("apply", "-f", "-", text=yaml.safe_dump(document(namespace, after="never")))
+        status_in(kubectl, namespace, "Running")
+    for command in (["top", "--once"], ["doctor"]):
+        ran = k8s_utils(*command, NAME, "--namespace", namespace)
+        assert ran.returncode == 2, ran
+        assert ran.stderr.startswith(f"kubectl port-forward {NAME}-"), ran.stderr
+        ran = k8s_utils(*command, "another", "--namespace", namespace)
+        assert "expected pods of a job another" in ran.stderr
 
 
 def test_a_trainer_that_fails_is_named_with_its_exit_code(

@@ -20,6 +20,7 @@ from persia._k8s.render import as_yaml, render
 from persia._k8s.spec import read_job
 from tests.e2e.clusters import (
     Kubectl,
+    k8s_utils,
     names,
     runs_containers,
     serving_objects,
@@ -127,6 +128,21 @@ def installed(kubectl: Kubectl, image: str) -> Iterator[str]:
     kubectl("delete", "clusterrole,clusterrolebinding", "persia-operator")
 
 
+def expect_seen(namespace: str) -> None:
+    """Check that the job is seen from here: its metrics, and its servers by their keys."""
+    job = ("adult", "--namespace", namespace)
+    until(
+        lambda: "6 of 6 processes answer" in k8s_utils("top", *job, "--once").stdout,
+        "top shows every process",
+    )
+    config = str(ADULT / "config" / "embedding_config.yml")
+    ran = k8s_utils("doctor", *job, "--embedding-config", config, "--json")
+    findings = json.loads(ran.stdout)["findings"]
+    servers = [one["text"] for one in findings if one["check"] == "versions"]
+    assert len(servers) == 5, ran
+    assert all("runs: replica" in text for text in servers), ran
+
+
 def test_an_operator_in_a_pod_trains_with_keys_that_it_made(
     kubectl: Kubectl, installed: str, adult: str
 ) -> None:
@@ -140,6 +156,8 @@ def test_an_operator_in_a_pod_trains_with_keys_that_it_made(
         ] * len(phases(kubectl, adult))
 
     try:
+        until(lambda: status_of(kubectl, adult, "adult").get("phase") == "Running", "it runs")
+        expect_seen(adult)
         until(has_ended, "the job has succeeded", TRAIN_S)
     except AssertionError as exc:
         log = kubectl("logs", "deployment/persia-operator", "-n", installed, check=False)

@@ -89,6 +89,23 @@ def start_operator() -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, env=variables, stdout=log, stderr=log)
 
 
+def kill_containers(pod: str) -> int:
+    """Send SIGKILL to the containers of a pod; returns their number."""
+    label = f"label=io.kubernetes.pod.name={pod}"
+    words = ["docker", "ps", "--quiet", "--filter", label, "--no-trunc"]
+    ids = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    kind = '{{index .Config.Labels "io.kubernetes.docker.type"}}'
+    count = 0
+    for one in ids:
+        words = ["docker", "inspect", "-f", kind, one]
+        found = subprocess.run(words, capture_output=True, text=True, check=False)
+        if found.stdout.strip() == "container":  # the other holds the pod's network
+            words = ["docker", "kill", "--signal", "KILL", one]
+            subprocess.run(words, capture_output=True, check=False)
+            count += 1
+    return count
+
+
 class Chaos:
     """Does one thing after another to a job, and waits for it to go on."""
 
@@ -156,17 +173,7 @@ class Chaos:
 
     def killed(self) -> str:
         role, pod = self._pod(*ROLES)
-        label = f"label=io.kubernetes.pod.name={pod}"
-        words = ["docker", "ps", "--quiet", "--filter", label, "--no-trunc"]
-        ids = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-        kind = '{{index .Config.Labels "io.kubernetes.docker.type"}}'
-        for one in ids:
-            words = ["docker", "inspect", "-f", kind, one]
-            found = subprocess.run(words, capture_output=True, text=True, check=False)
-            if found.stdout.strip() == "container":  # the other holds the pod's network
-                words = ["docker", "kill", "--signal", "KILL", one]
-                subprocess.run(words, capture_output=True, check=False)
-                self.counts[f"{role} killed"] += 1
+        self.counts[f"{role} killed"] += kill_containers(pod)
         return f"{pod} killed"
 
     def deleted(self) -> str:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from persia._k8s.api import ApiError
+from persia._k8s.api import ApiError, Page
 
 Object = Mapping[str, Any]
 
@@ -27,6 +27,7 @@ class MemoryApi:
         writes: The calls that changed something.
         kill_at: Number of the call before (negative: after) which the caller is killed.
         refuses: Kinds that cannot be created, with the status and why.
+        created_at: What objects say of when they were created.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,7 @@ class MemoryApi:
         self.writes: list[tuple[str, str, str]] = []
         self.kill_at: int | None = None
         self.refuses: dict[str, tuple[int, str]] = {}
+        self.created_at = "2026-01-01T00:00:00Z"
         self._calls = itertools.count(1)
         self._numbers = itertools.count(1)
 
@@ -114,11 +116,11 @@ class MemoryApi:
             and (not value or one["metadata"]["labels"][label] == value)
         ]
 
-    async def each(
+    async def pages(
         self, api_version: str, kind: str, namespace: str | None = None, **query: str
-    ) -> AsyncIterator[Object]:
-        for one in await self.list(api_version, kind, namespace, **query):
-            yield one
+    ) -> AsyncIterator[Page]:
+        version = str(next(self._numbers))
+        yield await self.list(api_version, kind, namespace, **query), version
 
     # --- what others do ----------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ class MemoryApi:
         made["metadata"] |= {
             "uid": f"uid-{next(self._numbers):08}",
             "resourceVersion": str(next(self._numbers)),
+            "creationTimestamp": self.created_at,
             "generation": 1,
         }
         self.objects[self._key(made)] = made

@@ -10,7 +10,8 @@ the jobs are created, and restarted with all of them there.
     latency    the same from the moment at which it was queued
     call       seconds of a call of the API: how busy the cluster is
     resident   memory that the process holds, and the most that it held
-    requests   calls of the API and watches begun, each second in which no job changes
+    requests   calls of the API and watches begun: all, and each second in which no job changes
+    processor  seconds of it
 
 Exits with 1 if a goal is missed. Times hold for a machine that does nothing else.
 """
@@ -92,6 +93,11 @@ class Measured:
         values = dict(line.split(":", 1) for line in text.splitlines())
         return tuple(int(values[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
 
+    def processor_s(self) -> float:
+        text = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
+        user, system = text.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def rows(self, since: float = 0.0) -> Iterator[tuple[str, float, float]]:
         """Yield what was noted since a moment: kind, moment, and value."""
         for line in self._log.read_text(encoding="utf-8").splitlines():
@@ -139,7 +145,9 @@ def judge(what: str, operator: Measured, idle_since: float) -> bool:
     for kind, name in (("reconcile", "reconcile"), ("latency", "latency"), ("request", "call")):
         values = noted[kind]
         print(f"{name} {percentile(values, 0.5):.3f} {percentile(values, 0.99):.3f}", end=", ")
-    print(f"resident {now_mb:.0f} MB, at most {most_mb:.0f}, idle {each_s:.2f} requests/s")
+    print(f"resident {now_mb:.0f} MB, at most {most_mb:.0f}, processor", end=" ")
+    print(f"{operator.processor_s():.0f} s, {len(noted['request'])} requests", end=", ")
+    print(f"idle {each_s:.2f} requests/s", flush=True)
     p99 = percentile(noted["reconcile"], 0.99)
     return p99 < MOST_RECONCILE_S and most_mb < MOST_MB and each_s < MOST_REQUESTS
 

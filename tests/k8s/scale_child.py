@@ -10,8 +10,9 @@ from typing import Any, TextIO
 
 import aiohttp
 
-from persia._cluster.process import set_up_logging
-from persia._k8s.operator import Key, Operator, run_operator
+from persia._cli.log import set_up_logging
+from persia._k8s.cache import Key
+from persia._k8s.operator import Operator, run_operator
 
 
 def measure(log: TextIO) -> None:
@@ -30,7 +31,7 @@ def measure(log: TextIO) -> None:
             note("request", time.monotonic() - begin)
 
     def timed_queue(self: Operator, key: Key) -> None:
-        if key in self._jobs:
+        if self.cache.job(key) is not None:
             queued.setdefault(key, time.monotonic())
         queue(self, key)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("kopf")
 
@@ -16,41 +15,9 @@ from aiohttp import web
 
 from persia._k8s.api import JOB_KIND, ApiError, KubernetesApi, log_in, path_of
 from persia.errors import ConfigError
+from tests.k8s.http_api import run, write_config
 from tests.k8s.specs import original
 from tests.support.fixtures import Monkey
-
-Handler = Callable[[web.Request], Awaitable[web.Response]]
-
-
-def write_config(path: Path, port: int, token: str) -> None:
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "c",
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}/"}}],
-        "users": [{"name": "u", "user": {"token": token}}],
-    }
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-
-
-def run(
-    config: Path, handler: Handler, calls: Callable[[KubernetesApi], Awaitable[None]]
-) -> None:
-    async def play() -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        write_config(config, runner.addresses[0][1], "old")
-        try:
-            async with KubernetesApi() as api:
-                await calls(api)
-        finally:
-            await runner.cleanup()
-
-    asyncio.run(play())
 
 
 @pytest.fixture
@@ -111,16 +78,58 @@ def test_a_list_with_a_limit_comes_in_parts(config: Path) -> None:
         begin, limit = int(request.query.get("continue", 0)), int(request.query["limit"])
         part = [{"metadata": {"name": name}} for name in names[begin : begin + limit]]
         rest = str(begin + limit) if begin + limit < len(names) else ""
-        return web.json_response({"items": part, "metadata": {"continue": rest}})
+        meta = {"continue": rest, "resourceVersion": "7"}
+        return web.json_response({"items": part, "metadata": meta})
 
     async def calls(api: KubernetesApi) -> None:
-        found = [one async for one in api.each("v1", "Pod", labelSelector="a", limit="3")]
+        pages = [of async for of in api.pages("v1", "Pod", labelSelector="a", limit="3")]
+        found = [one for page, _ in pages for one in page]
         assert [one["metadata"]["name"] for one in found] == names
         assert {one["kind"] for one in found} == {"Pod"}
+        assert {version for _, version in pages} == {"7"}
 
     run(config, handler, calls)
     first = "labelSelector=a&limit=3"
     assert asked == [first, f"{first}&continue=3", f"{first}&continue=6"]
+
+
+def test_a_watch_yields_events_of_any_length_until_one_is_an_error(config: Path) -> None:
+    pod = {"metadata": {"name": "x" * 400_000, "resourceVersion": "8"}}
+    events = [{"type": "ADDED", "object": pod}, {"type": "BOOKMARK", "object": pod}]
+    events.append({"type": "ERROR", "object": {"code": 410, "message": "too old"}})
+    queries: list[dict[str, str]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        queries.append(dict(request.query))
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for event in events:
+            line = json.dumps(event).encode() + b"\n"
+            for begin in range(0, len(line), 100_000):
+                await answer.write(line[begin : begin + 100_000])
+        return answer
+
+    async def calls(api: KubernetesApi) -> None:
+        found = []
+
+        async def watch() -> None:
+            async for event in api.watch("v1", "Pod", None, "7", labelSelector="a"):
+                found.append(event)
+
+        with pytest.raises(ApiError, match=r"watch of /api/v1/pods: too old") as at:
+            await watch()
+        assert at.value.status == 410
+        assert found == [("ADDED", pod), ("BOOKMARK", pod)]
+
+    run(config, handler, calls)
+    (query,) = queries
+    assert query.pop("timeoutSeconds").isdecimal()
+    assert query == {
+        "watch": "true",
+        "allowWatchBookmarks": "true",
+        "resourceVersion": "7",
+        "labelSelector": "a",
+    }
 
 
 def test_a_token_that_is_refused_is_read_again(config: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
+import signal
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +15,15 @@ import yaml
 
 pytest.importorskip("kopf")
 
-from persia._k8s.api import ApiError
+from aiohttp import web
+
+from persia._k8s.api import JOB_KIND, ApiError, KubernetesApi, path_of
+from persia._k8s.cache import Cache
 from persia._k8s.operator import (
     _AT_ONCE,
     Operator,
-    _registry,
     _together,
     carry_out,
-    kept,
     new_keys,
     watched,
 )
@@ -34,11 +38,12 @@ from persia._k8s.reconcile import (
     reconcile,
 )
 from persia._k8s.spec import read_job
-from persia.errors import ConfigError
 from tests.k8s.cluster import KINDS, Cluster
+from tests.k8s.http_api import run
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.schemas import check
 from tests.k8s.specs import original
+from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT
 
 
@@ -57,57 +62,15 @@ def test_a_late_event_does_not_undo_a_newer_one() -> None:
         before = list(cluster.api.writes)
         old = {**cluster.job, "status": {}}
         old["metadata"] = {**old["metadata"], "resourceVersion": "0"}
-        operator.note(old)
+        operator.cache.note(old)
         await operator.settle()
         assert cluster.api.writes == before
 
     asyncio.run(play())
 
 
-def test_of_children_only_what_is_read_is_kept() -> None:
-    """With ten thousand pods the rest of them would be most of the operator's memory."""
-    cluster = Cluster()
-    cluster.settle()
-    cluster.add_pod(
-        "adult-income-nn-worker-0",
-        "nn-worker",
-        phase="Failed",
-        podIP="10.0.0.1",
-        containerStatuses=[
-            {
-                "name": "nn-worker",
-                "image": "i",
-                "ready": False,
-                "restartCount": 1,
-                "state": {"terminated": {"exitCode": 7, "reason": "Error"}},
-            }
-        ],
-    )
-    own = [one for (kind, *_), one in cluster.api.objects.items() if kind != "PersiaJob"]
-    now = datetime.now(timezone.utc)
-
-    def actions(objects: list[Any]) -> Any:
-        pods = [one for one in objects if one["kind"] == "Pod"]
-        rest = [one for one in objects if one["kind"] != "Pod"]
-        return reconcile(cluster.job, Children(rest, pods), now)
-
-    cluster.end("adult-income-nn-worker-0", "Failed", "BackoffLimitExceeded")
-    small = [kept(one) for one in own]
-    whole_actions = actions(own)
-    assert actions(small) == whole_actions
-    assert "exit code 7" in str(whole_actions)
-    assert all(set(one.get("spec", {})) <= {"completions"} for one in small)
-    assert len(str(small)) < len(str(own)) / 3
-    # What it takes to delete one is there.
-    assert all(one["apiVersion"] and one["metadata"]["uid"] for one in small)
-
-
-def test_changes_of_pods_are_gathered_and_seen_by_the_loop_that_reconciles() -> None:
-    """kopf has threads call what is not async, and the queue of jobs is none of theirs."""
-    registry = _registry(Operator(MemoryApi(), Settings(), KINDS), KINDS)
-    handlers = list(registry._watching.get_all_handlers())
-    assert len(handlers) == len(KINDS) + 1
-    assert all(asyncio.iscoroutinefunction(one.fn) for one in handlers)
+def test_changes_of_pods_are_gathered(monkeypatch: Monkey) -> None:
+    monkeypatch.setattr("persia._k8s.operator._GATHER_S", 0.05)
 
     async def play() -> None:
         cluster = Cluster()
@@ -117,8 +80,8 @@ def test_changes_of_pods_are_gathered_and_seen_by_the_loop_that_reconciles() -> 
         cluster.add_pod("adult-income-nn-worker-0", "nn-worker", phase="Running")
         (pod,) = cluster.api.of("Pod").values()
         before = len(cluster.api.writes)
-        for _ in range(20):
-            operator.note(pod)
+        for number in range(20):
+            operator.cache.note({**pod, "status": {"phase": "Running", "message": f"{number}"}})
         await operator.settle()
         assert len(cluster.api.writes) == before
         end = asyncio.get_running_loop().time() + 10
@@ -150,40 +113,15 @@ def test_an_event_of_a_deleted_child_has_it_created_again() -> None:
         await operator.list_all()
         await operator.settle()
         service = cluster.api.objects.pop(("Service", "default", "adult-income-nn-worker"))
-        operator.note(service, is_deleted=True)
+        operator.cache.note(service, is_deleted=True)
         await operator.settle()
         assert "adult-income-nn-worker" in cluster.api.of("Service")
-        operator.note(cluster.job, is_deleted=True)
+        # Of a job that is gone, with its children, nothing is remembered.
+        for one in list(cluster.api.objects.values()):
+            operator.cache.note(one, is_deleted=True)
         assert not await operator.step(("default", "adult-income"))
-
-    asyncio.run(play())
-
-
-def test_a_sweep_goes_on_when_the_credentials_are_away_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("persia._k8s.operator._SWEEP_S", 0.0)
-    monkeypatch.setattr("persia._k8s.operator._LIST_S", 0.0)
-
-    async def play() -> None:
-        operator = Operator(Cluster().api, Settings(), KINDS)
-        listed = asyncio.Event()
-        calls = 0
-
-        async def list_all() -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 1:  # as log_in raises it
-                raise ConfigError("expected a service account, found none")
-            listed.set()
-
-        monkeypatch.setattr(operator, "list_all", list_all)
-        task = asyncio.create_task(operator.sweep())
-        try:
-            await asyncio.wait_for(listed.wait(), 10.0)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        assert not operator.cache.entries
+        assert not operator._memory
 
     asyncio.run(play())
 
@@ -207,10 +145,9 @@ def test_a_job_that_changes_while_it_is_reconciled_is_looked_at_once_more() -> N
         operator.step = step  # type: ignore[method-assign]
         workers = [asyncio.create_task(operator.work()) for _ in range(3)]
         await begun.wait()
-        for _ in range(3):
-            operator.note(cluster.job)
-            while not operator._queue.empty():  # another worker takes it, and leaves it
-                await asyncio.sleep(0)
+        for number in range(3):
+            operator.cache.note({**cluster.job, "status": {"restarts": number}})
+        assert operator._queue.empty()  # the worker that has it sees to it
         assert len(steps) == 1
         go.set()
         await asyncio.wait_for(done.wait(), 20)
@@ -222,13 +159,78 @@ def test_a_job_that_changes_while_it_is_reconciled_is_looked_at_once_more() -> N
     asyncio.run(play())
 
 
+def test_jobs_that_run_are_looked_at_before_new_ones() -> None:
+    async def play() -> None:
+        cluster = Cluster()
+        operator = Operator(cluster.api, Settings(), KINDS)
+        for number in range(50):
+            one = original()
+            one["metadata"]["name"] = f"new-{number}"
+            cluster.api.put(one)
+        cluster.job["status"] = {"phase": "Running"}
+        await operator.list_all()
+        order = [operator._queue.get_nowait()[-1][1] for _ in range(51)]
+        assert order == ["adult-income", *(f"new-{number}" for number in range(50))]
+
+    asyncio.run(play())
+
+
+def test_why_jobs_have_no_pods_is_asked_once_for_all_and_of_none_just_created() -> None:
+    cluster = Cluster()
+    other = original()
+    other["metadata"]["name"] = "other"
+    cluster.api.put(other)
+    lists: list[str] = []
+
+    async def counted(api_version: str, kind: str, *given: Any, **query: str) -> Any:
+        lists.append(kind)
+        return await plain(api_version, kind, *given, **query)
+
+    plain = cluster.api.list
+    cluster.api.list = counted  # type: ignore[assignment,method-assign]
+    # Created by this reconciliation, and looked at once more in it.
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    cluster.api.created_at = now
+    cluster.settle()
+    assert len(cluster.api.of("Job")) == 14
+    assert "Event" not in lists
+    for one in cluster.api.of("Job").values():
+        one["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.reconcile()
+    assert lists.count("Event") == 1
+
+
+def test_the_operator_lists_watches_and_ends_by_a_signal(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    asked: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append(f"{request.path} {request.query.get('resourceVersion', '')}")
+        if "watch" not in request.query:
+            return web.json_response({"items": [], "metadata": {"resourceVersion": "7"}})
+        if len(asked) == 2 * (len(KINDS) + 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+        raise AssertionError(request.path)
+
+    async def calls(api: KubernetesApi) -> None:
+        await asyncio.wait_for(Operator(api, Settings(), KINDS).run(api), 30)
+
+    run(tmp_path / "config", handler, calls)
+    places = [path_of(*kind, None) for kind in (JOB_KIND, *KINDS)]
+    assert sorted(asked) == sorted(f"{path} {of}" for path in places for of in ("", "7"))
+
+
 def test_a_failure_of_the_api_is_no_refusal_of_an_object() -> None:
-    api = MemoryApi()
+    api, cache = MemoryApi(), Cache(lambda *_: None)
     job = api.put(original())
-    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}}
+    meta = {"name": "s", "namespace": "default"}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": meta}
 
     def run(*actions: Create | Delete | WriteStatus) -> dict[tuple[str, str], str]:
-        return asyncio.run(carry_out(api, job, actions))
+        return asyncio.run(carry_out(api, job, actions, cache))
 
     api.refuses["Service"] = (422, "invalid")
     assert run(Create(service)) == {("Service", "s"): "invalid"}
@@ -238,12 +240,14 @@ def test_a_failure_of_the_api_is_no_refusal_of_an_object() -> None:
             run(Create(service))
     api.refuses.clear()
     assert run(Create(service), Create(service)) == {}
-    assert run(Delete(service), Delete({**service, "metadata": {"name": "gone"}})) == {}
+    made = api.of("Service")["s"]
+    gone = {**made, "metadata": {**made["metadata"], "name": "gone", "uid": "another"}}
+    assert run(Delete(made), Delete(gone)) == {}
     job["metadata"]["resourceVersion"] = "1"
     asyncio.run(api.replace({**job, "status": {"phase": "x"}}, "status"))
     stale = {**job, "metadata": {**job["metadata"], "resourceVersion": "0"}}
     with pytest.raises(ApiError, match="Conflict"):
-        asyncio.run(carry_out(api, stale, [WriteStatus({})]))
+        asyncio.run(carry_out(api, stale, [WriteStatus({})], cache))
 
 
 def test_new_keys_are_those_that_roles_mount() -> None:

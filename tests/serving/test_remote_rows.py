@@ -204,11 +204,17 @@ def test_bounds_of_a_cache_and_addresses_in_the_environment() -> None:
         new_cache(ttl_s=0.0)
     with env.changed(PERSIA_SERVING_REPLICAS="a:1|b:1, c:1"):
         assert env.serving_replicas() == [["a:1", "b:1"], ["c:1"]]
-    with (
-        env.changed(PERSIA_SERVING_REPLICAS="a:1||b:1"),
-        pytest.raises(ConfigError, match="PERSIA_SERVING_REPLICAS"),
-    ):
-        env.serving_replicas()
+    # A range is servers, as in every list of addresses, and not copies of one.
+    with env.changed(PERSIA_SERVING_REPLICAS="a-{0..2}:1"):
+        assert env.serving_replicas() == [["a-0:1"], ["a-1:1"], ["a-2:1"]]
+    with env.changed(PERSIA_SERVING_REPLICAS="a-{0..1}:1|b-{0..1}:1,c:1"):
+        assert env.serving_replicas() == [["a-0:1", "b-0:1"], ["a-1:1", "b-1:1"], ["c:1"]]
+    for wrong in ("a:1||b:1", "a-{0..2}:1|b-{0..1}:1", "a:1|b-{0..1}:1"):
+        with (
+            env.changed(PERSIA_SERVING_REPLICAS=wrong),
+            pytest.raises(ConfigError, match=r"PERSIA_SERVING_REPLICAS must be .* copies"),
+        ):
+            env.serving_replicas()
     with env.changed(PERSIA_SERVING_REPLICAS="a:1|b:1"):
         assert RowServers.listed(cache_ttl_ms=1.0) == RowServers([["a:1", "b:1"]], 1.0)
     with (
