@@ -87,7 +87,7 @@ class NotAllowed(ServiceError, PermissionError):
 
 
 class UnknownRef(ServiceError, LookupError):
-    """No batch has this ref: it was acknowledged, released, expired, or another worker's."""
+    """No batch or lookup has this ref: it has ended, was released, expired, or is another's."""
 
 
 class UnknownModel(ServiceError, LookupError):

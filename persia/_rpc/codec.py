@@ -44,7 +44,7 @@ from persia.errors import (
 # numpy have no place for a number of axes. A dense feature or a label is the user's.
 _AXES: dict[str, int | None] = {
     **dict.fromkeys(("signs", "hints", "index", "offsets", "registers", "meta"), 1),
-    **dict.fromkeys(("ids", "found"), 1),
+    **dict.fromkeys(("ids", "found", "places"), 1),
     **dict.fromkeys(("rows", "values", "states", "gradients", "gradient"), 2),
     "array": None,
 }

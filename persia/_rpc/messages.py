@@ -77,12 +77,17 @@ class TableSigns:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """``batch_id`` keys the admission draw, so that a repeated call draws the same."""
+    """``batch_id`` keys the admission draw, so that a repeated call draws the same.
+
+    A training lookup with a ``ref`` has its signs and row numbers kept by the server, for an
+    update that names it: an incarnation of an embedding-worker, and its number of the batch.
+    """
 
     batch_id: int
     is_training: bool
     tables: tuple[TableSigns, ...]
     version: str = ""  # of the rows wanted, if they are still there; "" is any
+    ref: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ class TableRows:
 
     table: int
     rows: Floats = field(metadata=_ROWS)
-    hints: Numbers | None  # [n] row numbers for the update that follows, checked before use
+    # [n] row numbers for the update that follows, checked before use; None if they are kept.
+    hints: Numbers | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +116,12 @@ class TableGradients:
     """Summed gradients f32 [n, dim], one per sign, with the hints of the lookup."""
 
     table: int
-    signs: Signs
+    signs: Signs  # empty where the request names its lookup: those of the lookup
     hints: Numbers | None
     gradients: Floats = field(metadata=_GRADIENTS)
     lr: float | None = None  # of this step; None is the registered optimizer's
+    # [n] places of the signs among those of the table's lookup; None is all of these in order.
+    places: Numbers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,7 @@ class UpdateRequest:
 
     update_id: tuple[int, int]  # an incarnation of an nn-worker, and its number, which grows
     tables: tuple[TableGradients, ...]
+    ref: tuple[int, int] | None = None  # of the lookup whose signs it has; None: it brings them
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ from persia._server.applied_updates import (
     UpdateRecord,
 )
 from persia._server.incremental import IncrementalWriter
+from persia._server.kept_lookups import KeptLookups
 from persia._server.packets import recover_rows
 from persia._server.restore import LoadManager, settings_of
 from persia._server.row_access import RowAccess
@@ -139,12 +140,11 @@ class ParameterServer:
         self.replica_index, self.replica_size = replica_index, replica_size
         self.schema_fingerprint = schema_fingerprint(schema)
         self._num_tables, self._owners = len(schema.tables), owners(replica_size)
+        self._kept = KeptLookups(clock)
         self._counts_lock = threading.Lock()  # guards the counts
         self._counts = dict.fromkeys(_COUNTS, 0)
         self.timings = Timings(*_TIMINGS)
-        self._lookup_time, self._update_time, self._set_time = map(
-            self.timings.__getitem__, _TIMINGS
-        )
+        self._lookup_time, self._update_time, self._set_time = self.timings.values()
         recovery = self._recovery = StateRecovery(
             state_file, identity(schema, config, replica_index, replica_size)
         )
@@ -227,6 +227,8 @@ class ParameterServer:
                 )
             with self._loads.whole_rows:
                 replies, num_misses = self._lookup_train(request)
+            if request.ref is not None:
+                replies = self._kept.keep(request.ref, request.tables, replies)
         else:
             with self._loads.shown_rows:
                 replies, num_misses = self._lookup_eval(request)
@@ -332,18 +334,16 @@ class ParameterServer:
         if state is None:
             raise self._settings.not_configured("an update")
         begin = time.perf_counter()
-        num_ids = self._check_signs("an update", request.tables)
-        settings, update_id = state.settings, request.update_id
+        settings, update_id, ref = state.settings, request.update_id, request.ref
+        tables = request.tables if ref is None else self._kept.with_signs(ref, request.tables)
+        num_ids = self._check_signs("an update", tables)
         steps = []
-        for part in request.tables:
+        for part in tables:
             kind, count = settings.kinds[part.table], len(part.signs)
             if part.gradients.shape != (count, kind.dim):
                 _check_shape("gradients", part.table, part.gradients, count, kind.dim)
             if part.hints is not None and len(part.hints) != count:
-                raise StoreError(
-                    f"table {part.table}: expected {count} hints, one a sign, got "
-                    f"{len(part.hints)}"
-                )
+                raise _wrong_hints(part.table, count, len(part.hints))
             optimizer = kind.optimizer
             if part.lr is not None:
                 optimizer = settings.at_rate(part.table, part.lr)
@@ -354,6 +354,8 @@ class ParameterServer:
             num_missing, repeated = self._applied.run(
                 update_id, partial(_apply, state.store, self._record, update_id, steps)
             )
+        if ref is not None:
+            self._kept.drop(ref)
         if repeated:
             with self._counts_lock:
                 self._counts["repeated_updates"] += 1
@@ -570,6 +572,10 @@ def _check_shape(
             f"table {table}: expected {num_signs} rows of {name}, one a sign, "
             f"got {matrix.shape[0]}"
         )
+
+
+def _wrong_hints(table: int, num_signs: int, got: int) -> StoreError:
+    return StoreError(f"table {table}: expected {num_signs} hints, one a sign, got {got}")
 
 
 def _apply(

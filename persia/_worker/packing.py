@@ -457,7 +457,10 @@ def split_lookup(
 def join_rows(
     packed: PackedBatch, replies: Mapping[int, LookupReply]
 ) -> tuple[list[Floats], tuple[Numbers, ...]]:
-    """Return rows and hints (empty in evaluation) by table, in the order of its signs."""
+    """Return rows and hints by table, in the order of its signs.
+
+    Hints are empty in evaluation, and where servers keep them.
+    """
     all_rows: list[Floats] = []
     all_hints: list[Numbers] = []
     parts = {server: iter(reply.tables) for server, reply in replies.items()}

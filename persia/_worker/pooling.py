@@ -285,7 +285,8 @@ def split_update(
 ) -> dict[int, UpdateRequest]:
     """Return by server the steps to make; servers without one are absent.
 
-    Sums and hints are by table. Of ``gradients`` the update id and learning rates are used.
+    Sums and hints are by table; there are no hints where servers have kept them. Of
+    ``gradients`` the update id and learning rates are used.
     """
     rates = {rate.table: rate.lr for rate in gradients.learning_rates}
     requests: dict[int, UpdateRequest] = {}
@@ -296,14 +297,18 @@ def split_update(
         ):
             window = slice(*table.starts[server : server + 2])
             signs, summed = table.signs[window], sums[window]
-            if len(hints) != len(signs):  # hints of several servers
-                hints = hints[window]
+            own: Numbers | None = hints
+            if len(hints) != len(signs):  # of several servers, or kept by them
+                own = hints[window] if len(hints) else None
+            places = None
             if keep is not None:
                 kept = keep[window]
-                signs, summed, hints = signs[kept], summed[kept], hints[kept]
+                places = np.flatnonzero(kept).astype(np.uint32)
+                signs, summed = signs[kept], summed[kept]
+                own = None if own is None else own[kept]
             if len(signs):
                 rate = rates.get(plan.number)
-                parts.append(TableGradients(plan.number, signs, hints, summed, rate))
+                parts.append(TableGradients(plan.number, signs, own, summed, rate, places))
         if parts:
             requests[server] = UpdateRequest(gradients.update_id, tuple(parts))
     return requests

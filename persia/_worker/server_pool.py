@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from persia._rpc.client import PendingCall
 from persia._rpc.deadlines import Retry, caller_deadline
 from persia._rpc.messages import (
@@ -25,6 +27,8 @@ from persia._rpc.messages import (
     LookupRequest,
     OptimizerSettings,
     ParameterServer,
+    UpdateReport,
+    UpdateRequest,
 )
 from persia._rpc.stubs import Remote
 from persia.config import (
@@ -33,7 +37,7 @@ from persia.config import (
     describe_differences,
     schema_fingerprint,
 )
-from persia.errors import ConfigError, ProtocolError, ServiceBusy
+from persia.errors import ConfigError, ProtocolError, ServiceBusy, UnknownRef
 
 S = TypeVar("S")
 
@@ -44,6 +48,7 @@ _ROLE = "embedding-parameter-server"
 _SETTLE_S = 10.0
 # Seconds for which their common version is asked for before a newer one is tried.
 _REMEMBER_S = 0.2
+_NO_SIGNS = np.empty(0, np.uint64)
 _SETTINGS = ("configure", "register_optimizer")  # methods, in the order of their calls
 
 
@@ -65,7 +70,8 @@ class ServerSet:
         self._dims = tuple(table.dim for table in schema.tables)
         # Threads that ask servers of this process; remote ones need none to work at once.
         self._threads: ThreadPoolExecutor | None = None
-        num_local = sum(not isinstance(server, Remote) for server in self.servers)
+        self._num_remote = sum(isinstance(server, Remote) for server in self.servers)
+        num_local = len(self.servers) - self._num_remote
         if num_local > 1:
             # The caller's own thread asks one server.
             self._threads = ThreadPoolExecutor(
@@ -132,11 +138,19 @@ class ServerSet:
             for remote_call in remote_calls:
                 remote_call.cancel()
 
-    def lookup(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
+    def lookup(
+        self, requests: Mapping[int, LookupRequest], ref: tuple[int, int] | None = None
+    ) -> dict[int, LookupReply]:
         """Ask each server for rows; raise what the first that failed raised.
 
         All are of one version: the one that is wanted, or whichever the servers have in common.
+        Servers of other processes keep what they were asked for under ``ref``.
         """
+        if ref is not None and self._num_remote:
+            requests = {
+                n: replace(request, ref=ref) if isinstance(self.servers[n], Remote) else request
+                for n, request in requests.items()
+            }
         if self._wanted:
             return self._lookup_wanted(requests)
         if self._settled is not None:
@@ -147,6 +161,24 @@ class ServerSet:
         if len(versions) <= 1 or "" in versions:
             return replies
         return self._settle(requests, replies)
+
+    def update(
+        self, requests: Mapping[int, UpdateRequest], ref: tuple[int, int]
+    ) -> dict[int, UpdateReport | Exception]:
+        """Send each server its update; returns as ``ask``.
+
+        Servers of other processes are sent the signs only if they have not kept the lookup with
+        this ``ref``: then it was long ago, or they were restarted.
+        """
+        if not self._num_remote:
+            return self._ask("update", {n: (request,) for n, request in requests.items()})
+        named = {
+            n: _by_ref(request, ref) if isinstance(self.servers[n], Remote) else request
+            for n, request in requests.items()
+        }
+        reports = self.ask("update", named)
+        unknown = {n: requests[n] for n, x in reports.items() if isinstance(x, UnknownRef)}
+        return reports | self.ask("update", unknown) if unknown else reports
 
     def _lookup_wanted(self, requests: Mapping[int, LookupRequest]) -> dict[int, LookupReply]:
         replies = self._checked(
@@ -216,7 +248,7 @@ class ServerSet:
         expected = []
         for asked in request.tables:
             n = len(asked.signs)
-            hints = (n,) if request.is_training else None
+            hints = (n,) if request.is_training and request.ref is None else None
             expected.append((asked.table, (n, self._dims[asked.table]), hints))
         got = [
             (part.table, part.rows.shape, None if part.hints is None else part.hints.shape)
@@ -266,6 +298,12 @@ class ServerSet:
         for method in _SETTINGS:
             if method in settings:
                 getattr(server, method)(settings[method])
+
+
+def _by_ref(request: UpdateRequest, ref: tuple[int, int]) -> UpdateRequest:
+    """Return an update that names its lookup in place of the signs."""
+    parts = [replace(part, signs=_NO_SIGNS, hints=None) for part in request.tables]
+    return replace(request, tables=tuple(parts), ref=ref)
 
 
 def _sort_servers(

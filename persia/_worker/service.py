@@ -266,6 +266,7 @@ class EmbeddingWorker:
         self._schema = schema
         self._servers = ServerSet(servers, schema, num_threads, rows_version)
         self._num_servers = len(servers)
+        self._incarnation = secrets.randbits(64)  # first half of the refs of its lookups
         self._threads = ThreadPool(num_pooling_threads)
         self._owners = owners(len(servers))
         self._planner = BatchPlanner(schema)
@@ -372,7 +373,8 @@ class EmbeddingWorker:
     def _lookup(self, batch: PackedBatch, is_training: bool) -> tuple[SlotOutput, ...]:
         begin = time.perf_counter()
         requests = split_lookup(batch, is_training, self._num_servers)
-        rows, hints = join_rows(batch, self._servers.lookup(requests))
+        ref = (self._incarnation, batch.ref) if is_training else None
+        rows, hints = join_rows(batch, self._servers.lookup(requests, ref))
         fetched = time.perf_counter()
         outputs, maxima = pool_outputs(batch, rows, self._threads)
         end = time.perf_counter()
@@ -430,7 +432,8 @@ class EmbeddingWorker:
         requests = split_update(batch, gradients, sums, hints, servers)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
-        for server, reply in self._servers.ask("update", requests).items():
+        replies = self._servers.update(requests, (self._incarnation, batch.ref))
+        for server, reply in replies.items():
             if isinstance(reply, Exception):
                 failure = failure or reply
             else:

@@ -202,7 +202,6 @@ def test_arrays_that_arrive_are_the_receivers_own(wire: Wire) -> None:
 # --- floats of two bytes ------------------------------------------------------------------
 
 BFLOAT16 = WireDtypes("bfloat16", "bfloat16")
-DLRM = EmbeddingSchema.load({"slots_config": {f"f{n}": {"dim": 32} for n in range(8)}})
 
 
 @pytest.mark.parametrize(
@@ -238,31 +237,37 @@ def test_a_dtype_that_is_not_known_here_is_refused_at_once(ipc_wire: Wire) -> No
             ipc_wire.client(served, role=parameter_server()).hello()
 
 
-def bytes_by_hop(wire: Wire, dtypes: WireDtypes) -> tuple[int, int]:
-    """Bytes between trainer and embedding-worker, and between that and two servers."""
+def bytes_by_hop(wire: Wire, dtypes: WireDtypes, dim: int) -> tuple[int, int, int]:
+    """Bytes between trainer and embedding-worker, and between that and two servers; rows."""
+    schema = EmbeddingSchema.load({"slots_config": {f"f{n}": {"dim": dim} for n in range(8)}})
     remotes = []
-    for server in make_servers(2, DLRM):
+    for server in make_servers(2, schema):
         served = wire.serve(server, role=parameter_server(), wire=dtypes)
         client = wire.client(served, role=parameter_server(), replica=None)
         remotes.append(RemoteParameterServer.of(client, client.hello()))
-    worker = make_worker(remotes, DLRM)
+    worker = make_worker(remotes, schema)
     served = wire.serve(worker, role=embedding_worker(), wire=dtypes)
     client = wire.client(served, role=embedding_worker())
     trainer = RemoteEmbeddingWorker.of(client, client.hello())
     rng = np.random.default_rng(3)
+    num_rows = 0
     for number in range(4):
-        ids = [(rng.zipf(1.3, 256) % 100_000).astype(np.uint64) for _ in DLRM.slots]
-        batches = zip(DLRM.slots, ids, strict=True)
+        ids = [(rng.zipf(1.3, 1024) % 100_000).astype(np.uint64) for _ in schema.slots]
+        num_rows += sum(len(np.unique(values)) for values in ids)
+        batches = zip(schema.slots, ids, strict=True)
         single = tuple(FeatureBatch.from_single(name, values) for name, values in batches)
         result = trainer.lookup_direct(IDFeatures(single, number, True))
         trainer.update(gradient(result, (1, number)))
     between = [sum(remote.client.traffic()) for remote in remotes]
     worker.close()
-    return sum(client.traffic()), sum(between)
+    return sum(client.traffic()), sum(between), num_rows
 
 
-def test_bytes_of_two_hops_are_about_half_in_bfloat16(wire: Wire) -> None:
-    """A sample's ids, and signs and numbers of rows, stay as they are."""
-    wide, short = bytes_by_hop(wire, WireDtypes()), bytes_by_hop(wire, BFLOAT16)
-    for before, after in zip(wide, short, strict=True):
+@pytest.mark.parametrize("dim", [16, 32])
+def test_bytes_of_two_hops_are_about_half_in_bfloat16(wire: Wire, dim: int) -> None:
+    """A sample's ids and the signs of rows stay as they are; a sign is sent once a batch."""
+    wide, short = bytes_by_hop(wire, WireDtypes(), dim), bytes_by_hop(wire, BFLOAT16, dim)
+    for before, after in zip(wide[:2], short[:2], strict=True):
         assert 0.5 < after / before <= 0.55
+    *_, between, num_rows = wide
+    assert between < 1.02 * num_rows * (8 + 2 * 4 * dim)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persia._cluster.connect import connect_parameter_servers
@@ -22,6 +23,7 @@ from persia._rpc.messages import (
     TableRows,
 )
 from persia._rpc.methods import parameter_server
+from persia._server.kept_lookups import KeptLookups
 from persia._server.service import ParameterServer
 from persia._worker import server_pool
 from persia._worker.server_pool import ServerSet
@@ -46,6 +48,7 @@ from tests.support.streams import Background
 from tests.worker.cluster import Faulty, Slow
 
 NUM_SERVERS = 2
+HINTS = np.zeros(2, np.uint32)  # of nothing that was asked for
 
 
 def unset_servers() -> list[ParameterServer]:
@@ -174,15 +177,79 @@ def test_a_server_that_restarts_while_all_are_told_is_told_too() -> None:
     assert received == [SETTINGS, SETTINGS]
 
 
+# --- updates that name their lookup ----------------------------------------------------------
+
+IDS = list(range(40))
+
+
+def rows_of(objects: list[Any], name: str = "sum") -> Any:
+    return [value(objects, name, x).tolist() for x in IDS]
+
+
+def updates_at(server: Any) -> list[Any]:
+    """The requests of updates that a Faulty server was sent."""
+    return [arguments[0] for name, arguments in server.calls if name == "update"]
+
+
+@pytest.mark.parametrize("has_nan", [False, True])
+def test_signs_are_sent_for_the_lookup_only(has_nan: bool) -> None:
+    """With NaN in a sample's gradient some rows take no step: the others are named by place."""
+    faulty = [Faulty(server) for server in make_servers(NUM_SERVERS)]
+    plain = make_servers(NUM_SERVERS)
+    with contextlib.closing(Cluster(faulty)) as cluster:
+        for worker in (make_worker(plain), cluster.worker):
+            result = worker.lookup_direct(features({"sum": [[x] for x in IDS]}, 1))
+            ones = np.ones((len(IDS), 4), np.float32)
+            if has_nan:
+                ones[::3] = np.nan
+            report = worker.update(gradient(result, (1, 1), {"sum": ones}))
+            assert report.num_missing == 0
+        for server in faulty:
+            ((part,),) = [request.tables for request in updates_at(server)]
+            assert len(part.signs) == 0
+            assert part.hints is None
+            assert (part.places is not None) is has_nan
+        assert rows_of([one.server for one in faulty]) == rows_of(plain)
+
+
+def test_signs_are_sent_again_where_the_lookup_is_not_kept() -> None:
+    faulty = [Faulty(server) for server in make_servers(NUM_SERVERS)]
+    plain = make_servers(NUM_SERVERS)
+    faulty[0].server._kept = KeptLookups(most_signs=0)
+    with contextlib.closing(Cluster(faulty)) as cluster:
+        for worker in (make_worker(plain), cluster.worker):
+            step(worker, 1)
+        assert [len(updates_at(server)) for server in faulty] == [2, 1]
+        named, whole = updates_at(faulty[0])
+        assert named.ref is not None
+        assert whole.ref is None
+        assert len(whole.tables[0].signs) == len(whole.tables[0].gradients)
+        assert rows_of([one.server for one in faulty]) == rows_of(plain)
+
+
+@pytest.mark.parametrize("when", ["fail_before", "fail_after"])
+def test_an_update_that_failed_at_one_server_is_applied_once(when: str) -> None:
+    faulty = [Faulty(server) for server in make_servers(NUM_SERVERS)]
+    plain = make_servers(NUM_SERVERS)
+    step(make_worker(plain), 1)
+    with contextlib.closing(Cluster(faulty)) as cluster:
+        result = cluster.worker.lookup_direct(features({"sum": [IDS]}, 1))
+        getattr(faulty[1], when).append("update")
+        with pytest.raises(ServiceUnavailable):
+            cluster.worker.update(gradient(result, (1, 1)))
+        report = cluster.worker.update(gradient(result, (1, 1)))
+        assert report.repeated is (when == "fail_after")
+        assert rows_of([one.server for one in faulty]) == rows_of(plain)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda part: None, r"\[\(0, \(3, 4\), \(3,\)\)\], got \[\]"),
-        (lambda part: TableRows(1, part.rows, part.hints), r"got \[\(1, \(3, 4\), \(3,\)\)\]"),
-        (lambda part: TableRows(0, part.rows[:, :2], part.hints), r"got \[\(0, \(3, 2\), "),
-        (lambda part: TableRows(0, part.rows[:2], part.hints), r"got \[\(0, \(2, 4\), "),
-        (lambda part: TableRows(0, part.rows, part.hints[:2]), r"\(3, 4\), \(2,\)\)\]"),
-        (lambda part: TableRows(0, part.rows, None), r"\(3, 4\), None\)\]"),
+        (lambda part: None, r"\[\(0, \(3, 4\), None\)\], got \[\]"),
+        (lambda part: TableRows(1, part.rows, None), r"got \[\(1, \(3, 4\), None\)\]"),
+        (lambda part: TableRows(0, part.rows[:, :2], None), r"got \[\(0, \(3, 2\), "),
+        (lambda part: TableRows(0, part.rows[:2], None), r"got \[\(0, \(2, 4\), "),
+        (lambda part: TableRows(0, part.rows, HINTS), r"\(3, 4\), \(2,\)\)\]"),
     ],
 )
 def test_rows_that_no_server_was_asked_for_are_refused(change: Any, message: str) -> None:
