@@ -94,7 +94,7 @@ soak-recovery: build  ## kill a server KILLS=200 times under load and count ever
 	$(BIN)/python -m tests.recovery.soak $(or $(KILLS),200) $(or $(SEED),1)
 
 .PHONY: proof-resume
-proof-resume: build  ## kill trainers KILLS=20 times, embedded and with servers, and compare with a run that was not
+proof-resume: build  ## kill trainers KILLS=20 times, embedded and with data-loaders, and compare the bits with an undisturbed run
 	$(BIN)/python -m tests.faults.resumed $(or $(KILLS),20) $(or $(SEED),1)
 
 .PHONY: soak-load chaos-compose

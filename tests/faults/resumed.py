@@ -27,7 +27,7 @@ LOADER = SCRIPT.with_name("resumed_loader.py")
 TERMINATED, KILLED = 143, -9
 _MOST_DELAY_S = 0.01
 # Seconds that ranks may take to start and to make their steps until the next kill.
-_START_S = 40.0
+_START_S = 60.0
 # Seconds to end after SIGTERM; a third of them for the step, if one comes.
 _GRACE = {"PERSIA_GRACE_PERIOD": "6"}
 
