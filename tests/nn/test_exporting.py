@@ -15,7 +15,7 @@ from torch import nn
 import persia.nn
 import persia.optim
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._serving.program import load_program, trace
+from persia._serving.program import copy_model, load_program, trace
 from persia.errors import ConfigError, DataError
 from persia.nn.checkpoints import stores_of
 from persia.nn.exporting import DrawnRows, _cut
@@ -269,6 +269,13 @@ def test_a_model_of_the_whole_batch_is_found() -> None:
     model.item.table.write(np.array([1, 2]), np.array([[1, 2], [3, 4]], np.float32))
     cut = cut_of(model, torch.tensor([1, 2]))
     assert not trace(cut.model, cut.layout, cut.samples, "export").is_batch_independent
+
+
+def test_a_context_refuses_what_it_would_freeze() -> None:
+    model = OfAll()
+    with pytest.raises(ConfigError, match=r"write persia\.nn\.export\(model, \.\.\.\)"):
+        copy_model(model)
+    assert model.item.anchor.requires_grad
 
 
 # --- versions -------------------------------------------------------------------------------
