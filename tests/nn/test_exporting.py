@@ -16,6 +16,8 @@ import persia.nn
 import persia.optim
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._serving.program import copy_model, load_program, trace
+from persia.ctx import TrainCtx
+from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError
 from persia.nn.checkpoints import stores_of
 from persia.nn.exporting import DrawnRows, _cut
@@ -386,3 +388,30 @@ def test_a_converted_model_is_served(tmp_path: Path, one_thread: None) -> None:
     assert predictor.stats()["missing"]["ranker.user"] == 1
     predictor.close()
     assert Bundle.open(tmp_path / "trained" / str(version)).model.tables[0].missing == "mean"
+
+
+@pytest.mark.slow
+def test_rows_of_a_context_are_exported(tmp_path: Path, one_thread: None) -> None:
+    """Where it has a slot of the table's name, whose pooling modules do not use."""
+    model = OfOffsets(include_last_offset=True)
+    slots = {"other": {"dim": 2}, "offsets": {"dim": 3, "pooling": "mean"}}
+    ids, ends = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2, 3, 4])
+    with TrainCtx(
+        SGD(lr=0.5),
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1),
+        model=nn.Linear(1, 1),
+        embedding_config={"slots_config": slots},
+    ):
+        model.bag.table.write(np.arange(4), np.arange(12, dtype=np.float32).reshape(4, 3))
+        model.eval()
+        with torch.no_grad():
+            expected = model(torch.ones(3), ids, ends).numpy()
+        version = persia.nn.export(
+            model, tmp_path / "bags", (torch.ones(3), ids, ends), ragged={"ids": "ends"}
+        )
+    assert expected.any()
+    predictor = Predictor(tmp_path / "bags" / str(version))
+    given = {"scale": np.ones(3, np.float32), "ids.values": ids.numpy()}
+    found = predictor({**given, "ids.offsets": ends.numpy()})["output"]
+    assert found.tobytes() == expected.tobytes()
+    predictor.close()
