@@ -82,6 +82,13 @@ class WrongReplica(ServiceBusy):
     """Another replica than the one meant is at the address; the call changed nothing."""
 
 
+class NotReady(ServiceBusy):
+    """A server that the peer needs does not answer; names it, and nothing was changed.
+
+    Another peer, whose servers do, may be asked at once.
+    """
+
+
 class NotAllowed(ServiceError, PermissionError):
     """The key that the caller showed is not one for this call, which changed nothing."""
 

@@ -192,8 +192,11 @@ def run_embedding_worker(options: Options) -> int:
             return process.wait()
         for server in servers:
             server.check_wire(_wire_dtypes(config))
-        worker = EmbeddingWorker(schema, config.embedding_worker_config, servers)
-        _take_order(worker, config.common_config.served_checkpoint)
+        served = config.common_config.served_checkpoint
+        worker = EmbeddingWorker(
+            schema, config.embedding_worker_config, servers, fails_over=bool(served)
+        )
+        _take_order(worker, served)
         process.server.service = worker
         clients = [server.client for server in servers]
         process.sources += (

@@ -416,6 +416,17 @@ class PendingCall(Waiter):
         self._wait_until(min(self._deadline, time.monotonic() + seconds))
         return self.is_over() or self._left() <= 0.0
 
+    def result_while_alive(self, attempt_s: float) -> Any:
+        """Return the result, or raise as soon as the server seems to be dead or is busy.
+
+        It seems dead if the connection breaks, or if ``hello`` has no answer within
+        ``attempt_s`` seconds, after as many without a result.
+        """
+        self.fails_over = True
+        while not self.wait(attempt_s):
+            self._client.hello(attempt_s)
+        return self.result()
+
     def result(self) -> Any:
         """Wait for the result; may be called once, and raises as ``call``."""
         failed = True

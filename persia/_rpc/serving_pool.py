@@ -7,9 +7,11 @@ for each address asks for its health; those that do not answer are avoided, and 
     no answer for 0.1 s        its health is asked: if there is no answer to that either in
                                0.1 s, the next one is asked; else it is slow, and waited for
     ServiceBusy                as it starts, or has too much to do: the next one is asked
+    NotReady                   one of its servers is dead: the next one is asked, and this one
+                               is avoided until it says that it is ready for serving
     none is left               all are asked again, with more time for each, to the deadline
 
-With one address there is no other to ask: calls wait for it as all calls do.
+With one address there is no other to ask: it is asked again until the deadline.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from persia._rpc.methods import Hello, embedding_worker
 from persia.config import SAME_EVERYWHERE, describe_differences
 from persia.errors import (
     ConfigError,
+    NotReady,
     PersiaError,
     ServiceBusy,
     ServiceError,
@@ -68,7 +71,8 @@ class _PooledServer:
     def __init__(self, address: str, client: Client) -> None:
         self.address = address
         self.client = client
-        self.is_up = False  # guarded by the pool's condition, as the next three
+        self.is_up = False  # guarded by the pool's condition, as the next four
+        self.lacks_servers = False  # it answers, but is not ready for serving
         self.was_asked = False  # for its health, and answered or did not
         self.problem = f"no connection to {address}"  # while it is not up
         self.hello: Hello | None = None  # the last
@@ -184,15 +188,19 @@ class ServingWorkers(EmbeddingWorker):
         while not (server.is_closed.is_set() or self._closed.is_set()):
             try:
                 hello: Hello = server.client.call("hello", timeout_s=HEALTH_TIMEOUT_S)
-                self._admit(server, hello)
-            except (ServiceUnavailable, ServiceTimeout) as error:
+                is_ready = server.lacks_servers and _is_ready(server.client)
+                self._admit(server, hello, is_ready=is_ready)
+            except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
                 self._avoid(server, str(error))
             except PersiaError as error:
                 self._refuse(server, error)
             server.is_closed.wait(HEALTH_S)
 
-    def _admit(self, server: _PooledServer, hello: Hello) -> None:
-        """Note an answer; ConfigError if the worker is not of this set."""
+    def _admit(self, server: _PooledServer, hello: Hello, *, is_ready: bool = False) -> None:
+        """Note an answer; ConfigError if the worker is not of this set.
+
+        One that lacked servers stays avoided until it ``is_ready``.
+        """
         with self._changed:
             here = self.schema_fingerprint
             if here is None:
@@ -205,6 +213,10 @@ class ServingWorkers(EmbeddingWorker):
                     f"embedding_config: {_ROLE} at {server.address} has another one: "
                     f"{differences}; {SAME_EVERYWHERE}"
                 )
+            if server.lacks_servers and not is_ready:
+                server.hello = hello
+                return
+            server.lacks_servers = False
             is_new = not server.is_up
             if is_new and server.hello is not None:
                 logger.warning("%s at %s answers again", _ROLE, server.address)
@@ -212,11 +224,15 @@ class ServingWorkers(EmbeddingWorker):
             if is_new:
                 self._changed.notify_all()
 
-    def _avoid(self, server: _PooledServer, problem: str) -> None:
-        """Ask others before a server, until it answers for its health."""
+    def _avoid(
+        self, server: _PooledServer, problem: str, *, lacks_servers: bool = False
+    ) -> None:
+        """Ask others before a server, until it answers for its health, or is ready."""
         with self._changed:
+            server.lacks_servers |= lacks_servers
             if server.is_up and not server.is_closed.is_set():
-                logger.warning("%s; it is avoided until it answers", problem)
+                until = "is ready" if server.lacks_servers else "answers"
+                logger.warning("%s; it is avoided until it %s", problem, until)
             server.is_up, server.problem, server.was_asked = False, problem, True
             self._changed.notify_all()
 
@@ -265,9 +281,6 @@ class ServingWorkers(EmbeddingWorker):
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call any worker that answers; ``PERSIA_RPC_TIMEOUT`` if no time is given."""
         timeout_s = env.rpc_timeout_s() if timeout_s is None else timeout_s
-        servers = list(self._servers.values())
-        if len(servers) == 1:
-            return servers[0].client.call(method, *arguments, timeout_s=timeout_s)
         retry = Retry(
             timeout_s, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S, stop=self._closed
         )
@@ -280,7 +293,9 @@ class ServingWorkers(EmbeddingWorker):
                 try:
                     return self._ask(server, method, arguments, retry.left_s, attempt_s)
                 except (ServiceUnavailable, ServiceTimeout, ServiceBusy) as error:
-                    failure = error
+                    # What is missing says more than that there was no time for another try.
+                    is_known = isinstance(failure, NotReady) and not isinstance(error, NotReady)
+                    failure = failure if is_known else error
             # A server that is slow, not dead, must get enough time before the deadline.
             attempt_s = min(2 * attempt_s, _LONGEST_ATTEMPT_S)
         raise failure or ServiceUnavailable("the connections were closed", role=_ROLE)
@@ -305,6 +320,9 @@ class ServingWorkers(EmbeddingWorker):
             if hello is None or client.incarnation != hello.incarnation:
                 self._check(server, attempt_s)  # another process: perhaps of another job
             return result
+        except NotReady as error:
+            self._avoid(server, f"{server.address}: {error}", lacks_servers=True)
+            raise
         except (ServiceUnavailable, ServiceTimeout) as error:
             # With another role it answered, and a server behind it did not.
             if error.role in ("", _ROLE):
@@ -387,3 +405,11 @@ class ServingWorkers(EmbeddingWorker):
     def clear_embeddings(self) -> None:
         """Drop every row of every server, as ``set_embedding``."""
         self._in_order()[0].client.call("clear_embeddings")
+
+
+def _is_ready(client: Client) -> bool:
+    """Ask a worker whether its servers answer; a ServiceError is a no as well."""
+    pending = client.begin("ready_for_serving", timeout_s=HEALTH_TIMEOUT_S)
+    pending.fails_over = True
+    is_ready: bool = pending.result()
+    return is_ready

@@ -64,6 +64,7 @@ _FUNCTIONS = frozenset(
 # What a node of a graph may call: operators on tensors, control flow, and sums of sizes.
 _TARGET = re.compile(
     r"torch\.ops\.(aten|prims|quantized|quantized_decomposed)\.\w+(\.\w+)?"
+    r"|torch\.ops\.persia\.served_lookup\.default"
     r"|torch\.ops\.higher_order\.(cond|while_loop|map_impl|scan|associative_scan"
     r"|wrap_with_set_grad_enabled|wrap_with_autocast)"
     r"|_operator\.(getitem|eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|mod|pow|truediv|and_|or_"

@@ -15,6 +15,7 @@ and nothing is read through a link.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -67,7 +68,8 @@ class ServedFeature(Record):
     """An id feature, in the order in which the model receives them."""
 
     name: str
-    kind: Literal["pooled", "raw", "jagged"]
+    # How its vectors are given to the model; ``ids``: not at all, the program looks them up.
+    kind: Literal["pooled", "raw", "jagged", "ids"]
     dim: Annotated[int, integer(1, 1 << 20)]
     missing: Missing = "zeros"  # what an id without a row is
     on_delete: OnDelete = "drop"  # whether the log's deletions are followed
@@ -122,6 +124,10 @@ class ServedModel(Record):
     features: Listed[tuple[ServedFeature, ...]]
     dense: Listed[tuple[ServedTensor, ...]]
     has_dense_names: bool = False  # whether the model may ask dense tensors by name
+    # Of a model with modules of persia.nn: the tables that its program looks up in, and which
+    # of its dense inputs are ids there.
+    tables: Listed[tuple[ServedFeature, ...]] = ()
+    id_inputs: Listed[tuple[str, ...]] = ()
     outputs: Listed[tuple[ServedTensor, ...]]
     # Whether a sample's outputs depend on that sample alone, so that requests may be joined.
     is_batch_independent: bool = False
@@ -142,6 +148,13 @@ class ServedModel(Record):
         for name in self.files:
             if not _FILE.fullmatch(name) or name in (MANIFEST, ROWS):
                 raise InvalidValue(f"expected names of files, got {name!a}", "files")
+
+    @classmethod
+    def prepare(cls, value: object) -> object:
+        """Give files that were written before there were tables none of them."""
+        if isinstance(value, Mapping):
+            return {"tables": [], "id_inputs": [], **value}
+        return value
 
     def encode(self) -> bytes:
         """Return the file's bytes, read back once so that no reader refuses them."""
@@ -371,10 +384,8 @@ def replace_version(
     model: ServedModel, version: int, files: Mapping[str, bytes]
 ) -> ServedModel:
     """Return a model with this number and the checksums of these files."""
-    from dataclasses import replace
-
     found = {name: ServedFile(len(data), _checksum(data)) for name, data in files.items()}
-    return replace(model, version=version, files=found)
+    return dataclasses.replace(model, version=version, files=found)
 
 
 def keep_versions(model_folder: Path, keep_last: int) -> list[int]:
@@ -462,6 +473,15 @@ def _slot(schema: EmbeddingSchema, slot: Slot) -> dict[str, Any]:
 
 
 def _settings(schema: EmbeddingSchema, slot: Slot) -> dict[str, Any]:
-    """Return the settings of a group by which its rows are read, not those of steps."""
-    dtype = schema.tables[slot.table].settings.dtype
-    return {} if dtype is None else {"dtype": dtype}
+    """Return the settings of a group, which tell tables apart also where no row is stepped."""
+    settings = schema.tables[slot.table].settings
+    found: dict[str, Any] = {} if settings.dtype is None else {"dtype": settings.dtype}
+    if settings.optimizer is not None:
+        name, options = settings.optimizer.name, settings.optimizer.options
+        found["optimizer"] = {**({} if name is None else {"name": name}), **options}
+    for key in ("eviction", "admission"):
+        given = getattr(settings, key)
+        if given is not None:
+            plain = dataclasses.asdict(given)
+            found[key] = {one: value for one, value in plain.items() if value is not None}
+    return found

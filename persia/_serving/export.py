@@ -38,7 +38,7 @@ from persia._serving.bundle import (
     schema_document,
     set_current,
 )
-from persia._serving.program import Format, Layout, Tensors, Traced
+from persia._serving.program import Format, Layout, Tensors, Traced, served_tensor
 from persia._training.batch import Jagged, PersiaTrainingBatch
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError, DataError
@@ -90,6 +90,25 @@ class ExportOptions:
                 if one not in known:
                     raise ConfigError(f"{name}: expected one of {list(known)}, got {one!r:.80}")
 
+    def policies_of(self, name: str) -> tuple[Missing, OnDelete]:
+        """Return ``missing`` and ``on_delete`` of one feature."""
+        missing, on_delete = self.missing, self.on_delete
+        return (
+            missing.get(name, "zeros") if isinstance(missing, Mapping) else missing,
+            on_delete.get(name, "drop") if isinstance(on_delete, Mapping) else on_delete,
+        )
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Refuse policies of features that the model has not."""
+        for what in ("missing", "on_delete"):
+            given = getattr(self, what)
+            for name in given if isinstance(given, Mapping) else ():
+                if name not in names:
+                    raise ConfigError(
+                        f"{what}: expected features of the model, which are "
+                        f"{', '.join(names)}, got {name!r:.80}"
+                    )
+
 
 @dataclass(frozen=True)
 class DenseCut:
@@ -100,6 +119,7 @@ class DenseCut:
     features: tuple[ServedFeature, ...]
     dense: tuple[ServedTensor, ...]
     layout: Layout
+    tables: tuple[ServedFeature, ...] = ()  # that the model looks up in by itself
 
     @classmethod
     def of(
@@ -122,7 +142,7 @@ class DenseCut:
             _feature(name, one, name in optional, options)
             for name, one in zip(batch.feature_names, batch.embedding_tensors, strict=True)
         )
-        _check_names(options, [one.name for one in features])
+        options.check_names([one.name for one in features])
         layout = Layout(
             len(dense),
             names,
@@ -134,10 +154,7 @@ class DenseCut:
             program.copy_model(model),
             tuple(one.detach().cpu().clone() for one in tensors),
             features,
-            tuple(
-                ServedTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape[1:]))
-                for name, one in zip(given, dense, strict=True)
-            ),
+            tuple(served_tensor(name, one) for name, one in zip(given, dense, strict=True)),
             layout,
         )
 
@@ -151,26 +168,13 @@ def _feature(
         kind, dim = "raw", embedding.shape[2] - 1
     else:
         kind, dim = "pooled", embedding.shape[1]
-    missing, on_delete = options.missing, options.on_delete
     return ServedFeature(
         name,
         kind,  # type: ignore[arg-type]
         dim,
-        missing.get(name, "zeros") if isinstance(missing, Mapping) else missing,
-        on_delete.get(name, "drop") if isinstance(on_delete, Mapping) else on_delete,
+        *options.policies_of(name),
         optional,
     )
-
-
-def _check_names(options: ExportOptions, names: Sequence[str]) -> None:
-    for what in ("missing", "on_delete"):
-        given = getattr(options, what)
-        for name in given if isinstance(given, Mapping) else ():
-            if name not in names:
-                raise ConfigError(
-                    f"{what}: expected features of the model, which are {', '.join(names)}, "
-                    f"got {name!r:.80}"
-                )
 
 
 def write_version(
@@ -202,6 +206,10 @@ def write_version(
             features=cut.features,
             dense=cut.dense,
             has_dense_names=bool(cut.layout.dense_names),
+            tables=cut.tables,
+            id_inputs=tuple(
+                one.name for place, one in enumerate(cut.dense) if place in traced.id_places
+            ),
             outputs=_named(traced.outputs, options.outputs),
             is_batch_independent=traced.is_batch_independent,
             min_samples=traced.min_samples,

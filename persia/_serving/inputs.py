@@ -43,6 +43,7 @@ class InputDecoder:
         features: Of the model.
         dense: Its dense inputs.
         fixed_sizes: Ids that a sample has of each raw feature, by name.
+        id_inputs: Dense inputs that are ids, which may come as texts.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class InputDecoder:
         features: Sequence[ServedFeature],
         dense: Sequence[ServedTensor],
         fixed_sizes: Mapping[str, int] | None = None,
+        id_inputs: Sequence[str] = (),
     ) -> None:
         self._features = tuple(features)
+        self._id_inputs = frozenset(id_inputs)
         fixed = fixed_sizes or {}
         self._widths = [_width(one, fixed.get(one.name, 1)) for one in features]
         self._dense = tuple((one, np.dtype(one.dtype)) for one in dense)
@@ -121,6 +124,8 @@ class InputDecoder:
         if given is None:
             raise DataError(f"input {spec.name!r}: expected it, got {', '.join(inputs)}")
         array = np.asarray(given)
+        if spec.name in self._id_inputs:
+            array = _ids(spec.name, array).view(np.int64)
         expected = spec.shape
         if array.ndim == 1 and expected == (1,):
             array = array[:, None]
@@ -227,7 +232,7 @@ class InputDecoder:
 
 def _width(feature: ServedFeature, fixed_size: int) -> tuple[int, int]:
     """Return the numbers that each sample of a feature becomes, and those of each id."""
-    if feature.kind == "jagged":
+    if feature.kind in ("jagged", "ids"):
         return 0, feature.dim
     if feature.kind == "raw":
         return fixed_size * (feature.dim + 1), 0

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._rpc.messages import JaggedOutput
 from persia._serving.bundle import DENSE, Bundle, ServedModel, ServedTensor
 from persia._serving.inputs import BATCH, InputDecoder
 from persia._serving.lookup import RowLookup
-from persia._serving.program import Layout, load_program
+from persia._serving.module_lookups import use_rows
+from persia._serving.program import Layout, Tensors, load_program
 from persia._serving.remote_rows import RowServers
 from persia._serving.servable import Inputs, Outputs
 from persia._training.batch import DeviceTransfer, NamedList, PersiaTrainingBatch
@@ -81,29 +87,32 @@ class Predictor:
             processor=model.processor,
         )
         schema = self.bundle.schema()
-        for feature in model.features:
+        looked_up = model.tables or model.features
+        for feature in looked_up:
             slot = schema.slots.get(feature.name)
-            if slot is None or slot.dim != feature.dim:
+            is_jagged = slot is not None and slot.pooling == "jagged"
+            if slot is None or slot.dim != feature.dim or (model.tables and not is_jagged):
                 raise CheckpointError(
-                    f"{self.bundle.folder}: feature {feature.name!r}: expected a slot of dim "
-                    f"{feature.dim} in its embedding config"
+                    f"{self.bundle.folder}: feature {feature.name!r}: expected a "
+                    f"{'jagged ' * bool(model.tables)}slot of dim {feature.dim} in its "
+                    "embedding config"
                 )
         dense_names = [one.name for one in model.dense] if model.has_dense_names else []
         self._layout = Layout(
             len(model.dense),
             tuple(dense_names),
             tuple(one.name for one in model.features),
-            tuple(one.kind for one in model.features),
+            tuple("jagged" if one.kind == "ids" else one.kind for one in model.features),
         )
         sizes = {name: slot.sample_fixed_size for name, slot in schema.slots.items()}
-        self._decode = InputDecoder(model.features, model.dense, sizes)
+        self._decode = InputDecoder(model.features, model.dense, sizes, model.id_inputs)
         self._names = [one.name for one in model.outputs]
         self._transfer = DeviceTransfer(torch.device("cpu"))
         self._num_threads = num_threads
         self._local = threading.local()
         self._lookup: RowLookup | None = RowLookup(
             schema,
-            model.features,
+            looked_up,
             self.bundle.rows_url,
             model.rows,
             dtype=row_dtype,
@@ -143,22 +152,44 @@ class Predictor:
         lookup = self._lookup
         if lookup is None:
             raise DataError(f"model {self.model.name} {self.version} is closed")
-        features, dense, size = self._decode(inputs)
-        batch = PersiaTrainingBatch(
-            NamedList([torch.from_numpy(array) for array in dense]), NamedList(), None, size
-        )
+        features, arrays, size = self._decode(inputs)
+        dense = [torch.from_numpy(array) for array in arrays]
         self._limit_threads()
+        self._local.lookup_ns = 0
         with torch.inference_mode():
-            started = time.perf_counter_ns()
-            self._transfer.stage(batch, lookup(features))
-            self._local.lookup_ns = time.perf_counter_ns() - started
-            tensors = self._layout.flatten(batch.non_id_type_tensors, batch.embedding_tensors)
+            if self.model.tables:
+                tensors = (*dense, *_tensors_of(features))
+            else:
+                tensors = self._with_embeddings(dense, features, size, lookup)
             if size < self.model.min_samples:
                 tensors = self._layout.double(tensors)
-            found = self._program(*tensors)
+            with use_rows(partial(self._rows_of, lookup)):
+                found = self._program(*tensors)
             return {
                 name: one[:size].numpy() for name, one in zip(self._names, found, strict=True)
             }
+
+    def _with_embeddings(
+        self,
+        dense: Sequence[torch.Tensor],
+        features: tuple[FeatureBatch, ...],
+        size: int,
+        lookup: RowLookup,
+    ) -> Tensors:
+        batch = PersiaTrainingBatch(NamedList(dense), NamedList(), None, size)
+        started = time.perf_counter_ns()
+        self._transfer.stage(batch, lookup(features))
+        self._local.lookup_ns = time.perf_counter_ns() - started
+        return self._layout.flatten(batch.non_id_type_tensors, batch.embedding_tensors)
+
+    def _rows_of(
+        self, lookup: RowLookup, asked: Sequence[FeatureBatch]
+    ) -> list[NDArray[np.float32]]:
+        """Return the rows [D, dim] of distinct ids, for a program that looks up by itself."""
+        started = time.perf_counter_ns()
+        outputs = lookup(tuple(asked))
+        self._local.lookup_ns += time.perf_counter_ns() - started
+        return [one.rows for one in outputs if isinstance(one, JaggedOutput)]
 
     def _limit_threads(self) -> None:
         """Have torch compute in the calling thread only; the main one stays as it is."""
@@ -201,7 +232,9 @@ def describe(model: ServedModel) -> Mapping[str, Any]:
         }
         for one in model.features
     ]
-    inputs += [_described(one) | {"parameters": {"kind": "dense"}} for one in model.dense]
+    for one in model.dense:
+        kind = "id" if one.name in model.id_inputs else "dense"
+        inputs.append({**_described(one), "parameters": {"kind": kind}})
     return {
         "name": model.name,
         "versions": [str(model.version)],
@@ -210,6 +243,15 @@ def describe(model: ServedModel) -> Mapping[str, Any]:
         "outputs": [_described(one) for one in model.outputs],
         "parameters": {"batch_input": BATCH},
     }
+
+
+def _tensors_of(features: Sequence[FeatureBatch]) -> Iterator[torch.Tensor]:
+    """Yield ids int64 [N] and offsets [B + 1] of each feature."""
+    for one in features:
+        ids = one.distinct[one.inverse].view(np.int64)
+        edges = np.arange(one.batch_size + 1) if one.offsets is None else one.offsets
+        yield torch.from_numpy(ids)
+        yield torch.from_numpy(edges.astype(np.int64))
 
 
 def _described(tensor: ServedTensor) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,6 +74,18 @@ class Layout:
         ]
         return dense, NamedList(embeddings, self.names)
 
+    def call(self, model: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what a model makes of flat tensors."""
+        return model(*self.build(tensors))
+
+    def rows(self) -> AbstractContextManager[None]:
+        """Return what a program of this layout is called within."""
+        return nullcontext()
+
+    def finish(self, program: ExportedProgram) -> tuple[int, ...]:
+        """Make a traced program one that is served; return which tensors it looks up."""
+        return ()
+
     def is_edges(self) -> tuple[bool, ...]:
         """Return of each flat tensor whether it is the offsets of a jagged feature."""
         return self._marks({"jagged": (False, True)})
@@ -122,9 +135,10 @@ class FlatModel(torch.nn.Module):
         self.model = model
         self._layout = layout
         self.output_names: tuple[str, ...] = ()
+        self.id_places: tuple[int, ...] = ()  # of tensors that are looked up, once traced
 
     def forward(self, *tensors: torch.Tensor) -> Tensors:
-        found = self.model(*self._layout.build(tensors))
+        found = self._layout.call(self.model, tensors)
         if isinstance(found, torch.Tensor):
             self.output_names = ("output",)
             return (found,)
@@ -147,11 +161,22 @@ class Traced:
     min_samples: int
     max_difference: float
     processor: str = ""  # that it was compiled for
+    id_places: tuple[int, ...] = ()  # of flat tensors that the program itself looks up
 
 
 def copy_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model as it is now, on the CPU, for evaluation."""
+    """Return a copy of a model as it is now, on the CPU, for evaluation.
+
+    Raises:
+        ConfigError: If it has parameters that a copy shares, as modules of ``persia.nn`` have.
+    """
     copied = copy.deepcopy(getattr(model, "_orig_mod", model))
+    own = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) in own for parameter in copied.parameters()):
+        raise ConfigError(
+            f"model {type(model).__name__}: has modules of persia.nn, which look up by "
+            "themselves; write persia.nn.export(model, ...)"
+        )
     return copied.to("cpu").eval().requires_grad_(False)
 
 
@@ -174,7 +199,7 @@ def trace(
     while num_samples(layout, batch) < 4:
         batch = layout.double(batch)
     size = num_samples(layout, batch)
-    with torch.no_grad():
+    with torch.no_grad(), layout.rows():
         expected = _called(flat, batch, type(model).__name__)
         names = flat.output_names
         _check_outputs(expected, names, size)
@@ -189,15 +214,19 @@ def trace(
             min_samples = 2
         return Traced(
             data,
-            tuple(
-                ServedTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape[1:]))
-                for name, one in zip(names, expected, strict=True)
-            ),
+            tuple(served_tensor(name, one) for name, one in zip(names, expected, strict=True)),
             _is_independent(flat, layout, batch, expected),
             min_samples,
             largest,
             processor_name() if form == "aot" else "",
+            flat.id_places,
         )
+
+
+def served_tensor(name: str, tensor: torch.Tensor) -> ServedTensor:
+    """Describe a tensor [B, ...]."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ServedTensor(name, dtype, tuple(tensor.shape[1:]))
 
 
 def num_samples(layout: Layout, tensors: Tensors) -> int:
@@ -243,6 +272,7 @@ def _traced(flat: FlatModel, layout: Layout, batch: Tensors) -> ExportedProgram:
     args = tuple(one.clone().contiguous() for one in batch)
     program = export(flat, args, dynamic_shapes=(tuple(sizes),), strict=False)
     program._guards_code = []  # code, of sizes that are compared with the model instead
+    flat.id_places = layout.finish(program)
     return program
 
 
@@ -345,7 +375,8 @@ def _is_independent(
     size = len(expected[0])
     half = size // 2
     head, tail = layout.cut(batch, 0, half), layout.cut(batch, half, size)
-    scaled = _joined(layout, head, tuple(_other(one) for one in tail))
+    others = tuple(map(_other, tail, layout.is_sized()))
+    scaled = _joined(layout, head, others)
     swapped = _joined(layout, tail, head)
     for one, other, moved in zip(expected, flat(*scaled), flat(*swapped), strict=True):
         if other.shape != one.shape or not torch.equal(one[:half], other[:half]):
@@ -359,8 +390,11 @@ def _is_independent(
     )
 
 
-def _other(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 1.5 + 0.25 if tensor.is_floating_point() else tensor
+def _other(tensor: torch.Tensor, is_sized: bool) -> torch.Tensor:
+    """Return another tensor of the same shape that a model takes as well."""
+    if tensor.is_floating_point():
+        return tensor * 1.5 + 0.25
+    return tensor[:1].expand_as(tensor) if is_sized else tensor
 
 
 def _joined(layout: Layout, first: Tensors, second: Tensors) -> Tensors:

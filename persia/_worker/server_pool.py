@@ -3,6 +3,10 @@
 A server that was restarted may be empty and have no settings. Its set remembers what the
 servers were configured with and configures it again, so that it is at once usable. Its rows
 are lost, and an error says so, unless it found them again (``docs/recovery.md``).
+
+Calls wait for a server that does not answer, until their deadline. Those of an inference job
+need not: other embedding-workers, with servers of their own, have the same rows. There a read
+raises NotReady as soon as a server seems dead, for the caller to ask another one.
 """
 
 from __future__ import annotations
@@ -37,7 +41,15 @@ from persia.config import (
     describe_differences,
     schema_fingerprint,
 )
-from persia.errors import ConfigError, ProtocolError, ServiceBusy, UnknownRef
+from persia.errors import (
+    ConfigError,
+    NotReady,
+    ProtocolError,
+    ServiceBusy,
+    ServiceTimeout,
+    ServiceUnavailable,
+    UnknownRef,
+)
 
 S = TypeVar("S")
 
@@ -50,6 +62,11 @@ _SETTLE_S = 10.0
 _REMEMBER_S = 0.2
 _NO_SIGNS = np.empty(0, np.uint64)
 _SETTINGS = ("configure", "register_optimizer")  # methods, in the order of their calls
+# Where reads fail over: these methods, and seconds without an answer until a server's health is
+# asked, and then to that. Doubled by each failure in a row: a slow machine is not a dead one.
+_READS = frozenset({"lookup", "read_rows", "ready_for_serving"})
+ATTEMPT_S = 0.07
+_LONGEST_ATTEMPT_S = 1.0
 
 
 class ServerSet:
@@ -64,8 +81,11 @@ class ServerSet:
         schema: EmbeddingSchema,
         num_threads: int | None = None,
         rows_version: str = "",
+        fails_over: bool = False,
     ) -> None:
         self._wanted = rows_version
+        self._fails_over = fails_over
+        self._attempts_s = [ATTEMPT_S] * len(servers)
         self.servers = _sort_servers(servers, schema)  # by replica number
         self._dims = tuple(table.dim for table in schema.tables)
         # Threads that ask servers of this process; remote ones need none to work at once.
@@ -96,6 +116,7 @@ class ServerSet:
         """Send each server its request, all at once, and wait for all of them.
 
         Returns by server, in their order, what it answered, or the Exception that it raised.
+        NotReady is raised, where reads fail over, without waiting for other servers.
         """
         return self._ask(method, {server: (request,) for server, request in requests.items()})
 
@@ -121,7 +142,9 @@ class ServerSet:
                     except Exception as error:
                         answers[number] = error
                     else:
-                        pending[number] = remote_calls[-1].result
+                        pending[number] = partial(
+                            self._result, method, number, remote_calls[-1]
+                        )
                 elif self._threads is not None and pending:
                     # In a copy of this context, which holds the caller's deadline.
                     run, call = contextvars.copy_context().run, getattr(server, method)
@@ -131,12 +154,34 @@ class ServerSet:
             for number, result in pending.items():
                 try:
                     answers[number] = result()
+                except NotReady:
+                    raise
                 except Exception as error:
                     answers[number] = error
             return answers
         finally:
             for remote_call in remote_calls:
                 remote_call.cancel()
+
+    def _result(self, method: str, number: int, call: PendingCall) -> Any:
+        if not (self._fails_over and method in _READS):
+            return call.result()
+        attempt_s = self._attempts_s[number]
+        # So that the caller has the answer in its time, and some left for another worker.
+        left_s = caller_deadline.get() - time.monotonic()
+        try:
+            answer = call.result_while_alive(min(attempt_s, max(0.0, left_s / 4)))
+        except (ServiceUnavailable, ServiceTimeout) as error:
+            self._attempts_s[number] = min(2 * attempt_s, _LONGEST_ATTEMPT_S)
+            raise NotReady(
+                str(error),
+                role=error.role,
+                replica=error.replica,
+                address=error.address,
+                method=method,
+            ) from error
+        self._attempts_s[number] = ATTEMPT_S
+        return answer
 
     def lookup(
         self, requests: Mapping[int, LookupRequest], ref: tuple[int, int] | None = None

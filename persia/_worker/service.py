@@ -246,6 +246,9 @@ class EmbeddingWorker:
         num_threads: Servers of this process asked at the same time; all of them, if not given.
         num_pooling_threads: Threads that pool one batch, or sum its gradients.
         clock: Monotonic seconds.
+        rows_version: Checkpoint that rows must be of; "" for any.
+        fails_over: Whether a read raises NotReady, rather than wait, when a server seems dead:
+            other embedding-workers have other servers with the same rows.
 
     Raises:
         ConfigError: If the servers are not exactly the replicas of one set, or number
@@ -262,9 +265,12 @@ class EmbeddingWorker:
         num_pooling_threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
         rows_version: str = "",
+        fails_over: bool = False,
     ) -> None:
         self._schema = schema
-        self._servers = ServerSet(servers, schema, num_threads, rows_version)
+        self._servers = ServerSet(
+            servers, schema, num_threads, rows_version, fails_over=fails_over
+        )
         self._num_servers = len(servers)
         self._incarnation = secrets.randbits(64)  # first half of the refs of its lookups
         self._threads = ThreadPool(num_pooling_threads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from persia.nn.checkpoints import load, save
 from persia.nn.collection import EmbeddingCollection
 from persia.nn.convert import convert
+from persia.nn.exporting import export
 from persia.nn.modules import Embedding, EmbeddingBag
 from persia.nn.parameters import dense_parameters, sparse_parameters
 from persia.nn.prefetch import prefetch
@@ -19,6 +20,7 @@ __all__ = [
     "EmbeddingCollection",
     "convert",
     "dense_parameters",
+    "export",
     "load",
     "prefetch",
     "save",

@@ -64,7 +64,7 @@ def save(
     """
     keep_last = checkpoint.check_keep_last(keep_last)
     url = folder_url(path, "path")
-    stores = _stores_of(model)
+    stores = stores_of(model)
     names = [[table.name for table in tables] for _, tables in stores]
     dense: dict[str, Any] = {_MODEL: model}
     dense |= {_OPTIMIZER.format(place): one for place, one in enumerate(optimizers)}
@@ -96,7 +96,7 @@ def save(
             with sole_writer(storage):
                 catalog.keep_last(storage, keep_last)
 
-    _by_rank_0("save", lambda: _await_updates(stores), write)
+    by_rank_0("save", lambda: await_updates(stores), write)
 
 
 def load(
@@ -119,15 +119,15 @@ def load(
     dense |= {_OPTIMIZER.format(place): one for place, one in enumerate(optimizers)}
     states: dict[str, Any] = {}
     places: dict[str, _Place] = {}
-    stores = _stores_of(model)
+    stores = stores_of(model)
 
     def prepare() -> None:
         opened = checkpoint.Checkpoint(url)
         states.update(opened.fitting(dense, map_location))
         places.update(_places_of(opened, url))
-        _await_updates(stores)
+        await_updates(stores)
 
-    _by_rank_0("load", prepare, lambda: _load_rows(stores, places, url))
+    by_rank_0("load", prepare, lambda: _load_rows(stores, places, url))
     for _, tables in stores:
         for table in tables:
             table.padding_rows.clear()
@@ -160,7 +160,7 @@ def _load_rows(
             reader.drop()
 
 
-def _by_rank_0(what: str, prepare: Callable[[], None], act: Callable[[], None]) -> None:
+def by_rank_0(what: str, prepare: Callable[[], None], act: Callable[[], None]) -> None:
     """Prepare on every rank, then act on rank 0; return when it has, on every rank."""
     rank, world_size = env.get_rank() or 0, env.get_world_size() or 1
     if world_size > 1 and not dist.is_initialized():
@@ -208,12 +208,13 @@ def _in_step(group: RankGroup, purpose: str, action: Callable[[], None] | None) 
         )
 
 
-def _await_updates(stores: list[tuple[RowHome, list[ModuleTable]]]) -> None:
+def await_updates(stores: list[tuple[RowHome, list[ModuleTable]]]) -> None:
+    """Wait until the updates of all tables are acknowledged."""
     for home, _ in stores:
         home.wait()
 
 
-def _stores_of(model: torch.nn.Module) -> list[tuple[RowHome, list[ModuleTable]]]:
+def stores_of(model: torch.nn.Module) -> list[tuple[RowHome, list[ModuleTable]]]:
     """Return the stores of a model's tables, in the order of its modules."""
     found: dict[int, tuple[RowHome, list[ModuleTable]]] = {}
     for module in model.modules():

@@ -12,11 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+import persia.nn
 from persia import env
 from persia._serving.remote_rows import RowServers
 from persia._serving.triton import write_triton
 from persia.ctx import eval_ctx
 from persia.serving import Predictor
+from tests.nn import test_exporting
 from tests.serving.conformance.clients import CLIENTS
 from tests.serving.conformance.triton_host import (
     Host,
@@ -182,3 +184,35 @@ def test_triton(trained: Trained, tmp_path: Path) -> None:
         )
         server = triton_server(tmp_path / "models", tmp_path / "log", MODEL)
         trained.check_host(stack.enter_context(server))
+
+
+def test_a_whole_model_with_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_job: None, one_thread: None
+) -> None:
+    """Trained in a loop of its own; the server finds no module, and has only the version."""
+    net = test_exporting.trained("processes")
+    sample = test_exporting.called_with(test_exporting.arrays(9, 6))
+    version = persia.nn.export(net, tmp_path / "models" / MODEL, sample)
+
+    def check(host: Host) -> None:
+        for name in ("grpc", "plain"):
+            client = CLIENTS[name](host)
+            try:
+                for binary in (False, True):
+                    test_exporting.check(
+                        net,
+                        lambda given, client=client, binary=binary: (
+                            client.infer(  # type: ignore[misc]
+                                MODEL, given, binary=binary
+                            ).outputs
+                        ),
+                    )
+            finally:
+                client.close()
+
+    with served(tmp_path) as host:
+        check(host)
+    with row_servers(tmp_path / "models" / MODEL / str(version), 2) as job:
+        monkeypatch.setenv(env.serving_replicas.name, ",".join(job.addresses[SERVER]))
+        with served(tmp_path, "--rows", "servers") as host:
+            check(host)

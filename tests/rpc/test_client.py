@@ -27,6 +27,7 @@ from tests.rpc.conftest import WAITING
 from tests.rpc.support import PATIENCE_S, ToyService, Wire, busy, place
 from tests.support.fixtures import Monkey
 from tests.support.streams import Background
+from tests.support.waiting import until
 
 
 def test_nobody_there_is_unavailable_and_named(wire: Wire) -> None:
@@ -258,3 +259,24 @@ def test_without_a_replica_any_is_called(wire: Wire, monkeypatch: Monkey) -> Non
     monkeypatch.setattr(client_module, "_FIRST_PAUSE_S", math.inf)
     with pytest.raises(ServiceBusy, match="for replica 2"):
         wire.client(server, replica=2).call("add", 1)
+
+
+def test_a_result_is_awaited_as_long_as_the_server_is_alive(wire: Wire) -> None:
+    server, service, client = wire.toy()
+    call = client.begin("hold", 7, timeout_s=PATIENCE_S)
+    held = Background(lambda: call.result_while_alive(0.05))
+    service.await_held()
+    until(lambda: client.stats()["calls"] >= 5)  # hello, the call, and hello again
+    service.permits.release()
+    assert held.result() == 7
+    server.stop(0.0)
+    lost = client.begin("add", 1, timeout_s=PATIENCE_S)
+    with pytest.raises(ServiceUnavailable) as caught:
+        lost.result_while_alive(0.01)
+    lost.cancel()
+    assert place(caught.value)[:3] == ("toy", 0, client.address)
+
+
+def test_of_a_busy_server_it_is_not_awaited(wire: Wire) -> None:
+    with busy(wire, num_threads=1, calls=1) as (_, _, client), pytest.raises(ServiceBusy):
+        client.begin("add", 1, timeout_s=PATIENCE_S).result_while_alive(PATIENCE_S)

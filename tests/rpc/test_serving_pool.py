@@ -18,15 +18,23 @@ from persia._rpc.server import Server
 from persia._rpc.serving_pool import ServingWorkers
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.config import EmbeddingSchema, schema_fingerprint
-from persia.errors import ConfigError, ServiceBusy, ServiceError, ServiceUnavailable
+from persia.errors import (
+    ConfigError,
+    NotReady,
+    ServiceBusy,
+    ServiceError,
+    ServiceUnavailable,
+)
 from tests.rpc.proxies import TcpProxy
 from tests.rpc.support import PATIENCE_S, Wire
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import SCHEMA, features, gradient, make_servers, make_worker
+from tests.support.streams import Background
 from tests.support.waiting import until
 
 OWN = schema_fingerprint(SCHEMA)
 OTHER = schema_fingerprint(EmbeddingSchema.load({"slots_config": {"sum": {"dim": 3}}}))
+SERVER = parameter_server().name
 ASKED = features({"sum": [[1]]}, requires_grad=False)
 
 
@@ -35,7 +43,8 @@ class Counted:
 
     def __init__(self, servers: list[Any]) -> None:
         self.own = make_worker(servers)
-        self.lookups = 0
+        self.lookups = self.num_asked = 0  # the second: whether it is ready
+        self.lacks_server = False
         self.held = threading.Event()  # a lookup waits
         self.permit = threading.Event()
         self.permit.set()
@@ -45,7 +54,15 @@ class Counted:
         if not self.permit.is_set():
             self.held.set()
             assert self.permit.wait(PATIENCE_S)
+        if self.lacks_server:
+            raise NotReady("no connection to that of server 3", role=SERVER, replica=3)
         return self.own.lookup_direct(asked)
+
+    def ready_for_serving(self) -> bool:
+        self.num_asked += 1
+        if self.lacks_server:
+            raise NotReady("no connection to that of server 3", role=SERVER, replica=3)
+        return self.own.ready_for_serving()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -86,7 +103,16 @@ def job(ipc_wire: Wire, monkeypatch: Monkey) -> Job:
     return Job(ipc_wire)
 
 
-def test_one_worker_that_answers_is_enough_and_others_are_found(job: Job) -> None:
+@pytest.fixture
+def patient(job: Job, monkeypatch: Monkey) -> Job:
+    """A job whose workers are not taken for dead, however busy this machine is."""
+    for name in ("ATTEMPT_S", "_LONGEST_ATTEMPT_S", "HEALTH_TIMEOUT_S"):
+        monkeypatch.setattr(serving_pool, name, PATIENCE_S)
+    return job
+
+
+def test_one_worker_that_answers_is_enough_and_others_are_found(patient: Job) -> None:
+    job = patient
     job.start(1)
     with job.pool() as pool:
         for _ in range(4):
@@ -249,7 +275,8 @@ def test_what_is_no_worker_of_this_job_is_not_asked(job: Job, caplog: Log) -> No
         ServingWorkers(job.wire.transport, lambda: [server.address])
 
 
-def test_addresses_of_a_name_come_and_go(job: Job, monkeypatch: Monkey) -> None:
+def test_addresses_of_a_name_come_and_go(patient: Job, monkeypatch: Monkey) -> None:
+    job = patient
     monkeypatch.setattr(serving_pool, "_RESOLVE_S", 0.05)
     for number in (0, 1):
         job.start(number)
@@ -296,3 +323,55 @@ def test_other_methods_are_answered_by_any_and_batches_of_a_training_are_refused
         for call in calls:
             with pytest.raises(ConfigError, match="expected a batch without gradients"):
                 call()
+
+
+def test_a_worker_without_servers_is_avoided_until_it_is_ready(
+    patient: Job, caplog: Log
+) -> None:
+    job = patient
+    for number in (0, 1):
+        job.start(number)
+    lacking = job.workers[0]
+    with job.pool() as pool, caplog.at_level(logging.WARNING):
+        job.await_up(pool, 2)
+        lacking.lacks_server = True
+        for _ in range(8):
+            pool.lookup_direct(ASKED)
+        assert (lacking.lookups, job.workers[1].lookups) == (1, 8)
+        # It answers for its health, which does not count, and says that it is not ready.
+        until(lambda: lacking.num_asked >= 2)
+        assert [one.is_up for one in pool._servers.values()] == [False, True]
+        pool.lookup_direct(ASKED)
+        assert lacking.lookups == 1
+        lacking.lacks_server = False
+        job.await_up(pool, 2)
+        for _ in range(4):
+            pool.lookup_direct(ASKED)
+        assert lacking.lookups == 3
+    assert sum("it is avoided until it is ready" in one for one in caplog.messages) == 1
+    assert any("answers again" in one for one in caplog.messages)
+
+
+def test_where_no_worker_has_servers_the_error_names_one_at_the_deadline(job: Job) -> None:
+    for number in (0, 1):
+        job.start(number)
+        job.workers[number].lacks_server = True
+    with job.pool() as pool:
+        job.await_up(pool, 2)
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: pool.call("lookup_direct", ASKED, timeout_s=0.5),
+            lambda: pool.call("ready_for_serving", timeout_s=0.5),
+        )
+        for call in calls:
+            with pytest.raises(NotReady, match="of server 3") as caught:
+                call()
+            assert (caught.value.role, caught.value.replica) == (SERVER, 3)
+        assert all(one.lookups >= 2 for one in job.workers)  # asked again until then
+    with job.pool(
+        job.addresses[:1], timeout_s=PATIENCE_S
+    ) as pool:  # a single one is waited for
+        before = job.workers[0].lookups
+        waiting = Background(lambda: pool.lookup_direct(ASKED))
+        until(lambda: job.workers[0].lookups > before + 1)
+        job.workers[0].lacks_server = False
+        assert waiting.result().ref is None

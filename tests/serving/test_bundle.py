@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from persia._serving.bundle import (
     CURRENT,
@@ -27,6 +29,22 @@ def test_a_config_is_written_as_it_was(tmp_path: Path) -> None:
     found = EmbeddingSchema.load(tmp_path / "config.yml")
     assert found.slots == schema.slots
     assert schema_fingerprint(found) == schema_fingerprint(schema)
+
+
+def test_a_config_keeps_what_tells_tables_apart() -> None:
+    groups: dict[str, dict[str, Any]] = {
+        "a": {"optimizer": {}},
+        "b": {"optimizer": {"name": "adagrad", "lr": 0.5}},
+        "c": {"optimizer": {"lr": 0.25}},
+        "d": {"eviction": {"policy": "lfu", "ttl_seconds": 5.0}},
+        "e": {"admission": {"policy": "count", "threshold": 3}, "dtype": "float16"},
+        "f": {},
+    }
+    schema = EmbeddingSchema.load(
+        {"slots_config": {name: {"dim": 4} for name in groups}, "group_settings": groups}
+    )
+    found = EmbeddingSchema.load(yaml.safe_load(schema_document(schema)))
+    assert found == schema
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import copy
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from persia._cluster.connect import connect_parameter_servers
 from persia._rpc.messages import (
     HyperParameters,
+    IDsRequest,
     LookupReply,
     LookupRequest,
     OptimizerSettings,
@@ -28,8 +30,8 @@ from persia._server.service import ParameterServer
 from persia._worker import server_pool
 from persia._worker.server_pool import ServerSet
 from persia._worker.service import EmbeddingWorker
-from persia.config import EmbeddingSchema
-from persia.errors import ConfigError, ProtocolError, ServiceBusy, ServiceUnavailable
+from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
+from persia.errors import ConfigError, NotReady, ProtocolError, ServiceBusy, ServiceUnavailable
 from tests.rpc.support import PATIENCE_S, Wire
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import (
@@ -45,6 +47,7 @@ from tests.support.services import (
     value,
 )
 from tests.support.streams import Background
+from tests.support.waiting import until
 from tests.worker.cluster import Faulty, Slow
 
 NUM_SERVERS = 2
@@ -408,3 +411,63 @@ def test_rows_of_a_log_have_no_version_to_agree_on() -> None:
     servers: list[Any] = [Switching(0, "1"), Switching(1, "")]
     replies = ask_both(servers)
     assert [reply.version for reply in replies.values()] == ["1", ""]
+
+
+def test_where_reads_fail_over_a_dead_server_is_not_waited_for(cluster: Cluster) -> None:
+    worker = EmbeddingWorker(
+        EmbeddingSchema.load(CONFIG),
+        EmbeddingWorkerConfig(),
+        list(cluster.remotes),
+        fails_over=True,
+    )
+    asked = features({"sum": [list(range(40))]}, requires_grad=False)
+    expected = worker.lookup_direct(asked)
+    assert worker.ready_for_serving() is cluster.worker.ready_for_serving()
+    address = cluster.servers[1].address
+    cluster.servers[1].stop(0.0)
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: worker.lookup_direct(asked),
+        lambda: worker.read_rows(
+            IDsRequest("sum", np.arange(40, dtype=np.uint64), False, False)
+        ),
+        worker.ready_for_serving,
+    )
+    for number, read in enumerate(reads, 1):
+        with pytest.raises(NotReady, match=re.escape(address)) as caught:
+            read()
+        found = caught.value
+        assert (found.role, found.replica) == ("embedding-parameter-server", 1)
+        # A machine that is slow gets more time at each try.
+        assert worker._servers._attempts_s[1] == server_pool.ATTEMPT_S * 2**number
+    cluster.restart(1)
+    until(lambda: is_answered(worker))
+    assert worker._servers._attempts_s[1] == server_pool.ATTEMPT_S
+    assert repr(worker.lookup_direct(asked)) == repr(expected)
+    worker.close()
+
+
+def is_answered(worker: EmbeddingWorker) -> bool:
+    with contextlib.suppress(NotReady):
+        worker.ready_for_serving()
+        return True
+    return False
+
+
+def test_where_reads_fail_over_a_slow_server_is_waited_for() -> None:
+    server = Slow("lookup")
+    with contextlib.closing(Cluster([server])) as cluster:
+        worker = EmbeddingWorker(
+            EmbeddingSchema.load(CONFIG),
+            EmbeddingWorkerConfig(),
+            list(cluster.remotes),
+            fails_over=True,
+        )
+        asked = features({"sum": [[1]]}, requires_grad=False)
+        slow = Background(lambda: worker.lookup_direct(asked))
+        assert server.started.wait(PATIENCE_S)
+        client = cluster.remotes[0].client
+        before = client.stats()["calls"]
+        until(lambda: client.stats()["calls"] > before + 2)  # it is asked for its health
+        server.may_end.set()
+        slow.result()
+        worker.close()
