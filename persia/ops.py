@@ -12,7 +12,7 @@ and looked up again has that order in its data, so that no compiler merges or mo
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ import torch
 from persia._modules import lookups, requests
 from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep
 from persia._modules.tables import find
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["gradient", "lookup", "update"]
 
@@ -71,7 +74,7 @@ def _look_up(
 
 def _lookup(
     version: torch.Tensor,
-    anchors: list[torch.Tensor],
+    anchors: Sequence[torch.Tensor],
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
@@ -211,9 +214,12 @@ class _Lookup(torch.autograd.Function):
         options: tuple[Any, ...],
         *anchors: torch.Tensor,
     ) -> Any:
-        """Look up by what is registered below autograd."""
+        """Look up by what is registered below autograd; without keys by the function itself."""
         given = (version, anchors, ids, offsets, weights)
-        out, ticket = _below_autograd(keys, *given, *options)
+        if keys is None:
+            out, ticket = _lookup(*given, *options)
+        else:
+            out, ticket = _below_autograd(keys, *given, *options)
         ctx.save_for_backward(ticket, ids, offsets, weights)
         ctx.features, ctx.call = options[:4], next(_calls)
         return out, ticket
@@ -223,7 +229,9 @@ class _Lookup(torch.autograd.Function):
         """Hand the gradient over; return those of the weights and of the anchors."""
         ticket, ids, offsets, weights = ctx.saved_tensors
         needs_weights = ctx.needs_input_grad[4]
-        anchors, of_weights = _gradient_operator(
+        is_eager = type(gradients[0]) is torch.Tensor and is_plain()
+        operator = _gradient if is_eager else _gradient_operator
+        anchors, of_weights = operator(
             *(ticket, gradients[0].contiguous(), ids, offsets, weights),
             *(*ctx.features, needs_weights, ctx.call),
         )
@@ -248,15 +256,59 @@ def _lookup_with_autograd(
     weights: torch.Tensor | None,
     *options: Any,
 ) -> Any:
-    if torch.is_grad_enabled() and (
-        (weights is not None and weights.requires_grad)
-        or any(anchor.requires_grad for anchor in anchors)
-    ):
+    if _needs_gradient(anchors, weights):
         return _apply(keys, version, ids, offsets, weights, options, *anchors)
     return _below_autograd(keys, version, anchors, ids, offsets, weights, *options)
 
 
+def _needs_gradient(anchors: Sequence[torch.Tensor], weights: torch.Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return (weights is not None and weights.requires_grad) or any(
+        anchor.requires_grad for anchor in anchors
+    )
+
+
 _library.impl("lookup", _lookup_with_autograd, "Autograd", with_keyset=True)
+
+
+def is_plain() -> bool:
+    """Whether nothing looks at what is called but autograd: no tracer, transform or mode."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def look_up(
+    version: torch.Tensor,
+    anchors: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    *options: Any,
+) -> torch.Tensor:
+    """Return the vectors of ``lookup``, in eager mode without torch's dispatcher.
+
+    To find an operator takes as long as to look a small feature up.
+    """
+    found: torch.Tensor
+    if (
+        torch.compiler.is_compiling()
+        or type(ids) is not torch.Tensor
+        or anchors[0].is_meta
+        or not is_plain()
+    ):
+        found, _ = lookup(version, anchors, ids, offsets, weights, *options)
+    elif _needs_gradient(anchors, weights):
+        found, _ = _apply(None, version, ids, offsets, weights, options, *anchors)
+    else:
+        with torch.no_grad():  # weights may have a gradient that is not asked for
+            found, _ = _lookup(version, anchors, ids, offsets, weights, *options)
+    return found
+
 
 lookup = torch.ops.persia.lookup
 gradient = torch.ops.persia.gradient

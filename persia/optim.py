@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -91,6 +92,8 @@ class TableOptimizer(torch.optim.Optimizer):
         self.is_fused = fused
         self._inner: torch.optim.Optimizer | None = None  # of parameters that are no tables
         self._is_ready = False
+        self._seen: list[Any] = []  # groups, and their parameters, of which these are found
+        self._found: list[tuple[dict[str, Any], ModuleTable]] = []
         groups = _groups(params)
         if not any(isinstance(group.get("table"), str) for group in groups):
             raise ConfigError(
@@ -164,19 +167,26 @@ class TableOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._inner is not None:
-            self._inner.param_groups = [x for x in self.param_groups if _table_of(x) is None]
+            of_tables = {id(group) for group, _ in self._tables()}
+            self._inner.param_groups = [x for x in self.param_groups if id(x) not in of_tables]
             self._inner.state = self.state
             self._inner.step()
         if not self.is_fused:
-            self._step_tables(self.param_groups)
+            self._step_tables(self._tables())
         return loss
 
-    def _step_tables(self, groups: list[dict[str, Any]]) -> None:
+    def _tables(self) -> list[tuple[dict[str, Any], ModuleTable]]:
+        """Return the groups of tables, found again where others have taken their places."""
+        now = [one for group in self.param_groups for one in (group, group["params"])]
+        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            found = [(group, _table_of(group)) for group in self.param_groups]
+            self._found = [(group, table) for group, table in found if table is not None]
+            self._seen = now
+        return self._found
+
+    def _step_tables(self, tables: list[tuple[dict[str, Any], ModuleTable]]) -> None:
         steps = []
-        for group in groups:
-            table = _table_of(group)
-            if table is None:
-                continue
+        for group, table in tables:
             if table.anchor.grad is None or not table.anchor.requires_grad:
                 table.pending.drop()
                 continue
@@ -188,17 +198,15 @@ class TableOptimizer(torch.optim.Optimizer):
     def _step_fused(self, group: dict[str, Any], table: ModuleTable) -> None:
         note_accumulated(table)
         with torch.no_grad():
-            self._step_tables([group])
+            self._step_tables([(group, table)])
         table.anchor.grad = None
         table.pending.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of rows, and of other parameters."""
         super().zero_grad(set_to_none=set_to_none)
-        for group in self.param_groups:
-            table = _table_of(group)
-            if table is not None:
-                table.pending.drop()
+        for _, table in self._tables():
+            table.pending.drop()
 
 
 def _table_of(group: dict[str, Any]) -> ModuleTable | None:

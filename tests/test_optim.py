@@ -226,6 +226,49 @@ def test_detached_outputs_are_said_once(caplog: pytest.LogCaptureFixture) -> Non
     assert "torch.no_grad()" in record.message
 
 
+def test_a_step_of_torchs_optimizer_alone_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = persia.nn.Embedding("stepped by torch", 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(8):
+            optimizer.zero_grad()
+            module(torch.tensor([0])).sum().backward()
+            optimizer.step()
+    (record,) = caplog.records
+    assert "persia.optim.Adagrad(persia.nn.sparse_parameters(model)" in record.message
+
+
+def test_a_forgotten_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    module = persia.nn.Embedding("never stepped", 2)
+    optimizer = persia.optim.SGD(persia.nn.sparse_parameters(module), lr=1.0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(120):
+            optimizer.zero_grad()
+            module(torch.tensor([0])).sum().backward()
+    (record,) = caplog.records
+    assert "call step() of its optimizer of persia.optim" in record.message
+    # What is forgotten next is said as well.
+    with caplog.at_level(logging.WARNING):
+        for _ in range(60):
+            module(torch.tensor([0])).detach()
+    assert ["never stepped" in each.message for each in caplog.records] == [True, True]
+    assert "detached" in caplog.records[1].message
+
+
+def test_a_second_backward_without_retain_graph_is_torchs_error() -> None:
+    module = persia.nn.Embedding("backward twice", 2, num_embeddings=1)
+    module.weight.data.zero_()
+    optimizer = persia.optim.SGD(persia.nn.sparse_parameters(module), lr=1.0)
+    loss = module(torch.tensor([0])).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        loss.backward()
+    optimizer.step()
+    assert (module.weight.detach() + 0).tolist() == [[-1.0, -1.0]]
+
+
 def test_parameters_without_a_table_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"persia\.nn\.sparse_parameters\(model\)"):
         persia.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)

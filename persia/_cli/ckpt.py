@@ -1,4 +1,4 @@
-"""``persia-ckpt``: inspect, verify, compare, convert, export and reshard checkpoints."""
+"""``persia-ckpt``: inspect, verify, compare, convert, export, import, reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from tqdm import tqdm
 
 from persia._cli.errors import HELP, OneLineGroup, example
 from persia._cli.export import FORMATS, export, export_vectors
+from persia._cli.import_rows import FORMS, import_rows, optimizer_of, source_of
 from persia._cli.texts import texts_of
 from persia._files.catalog import chain, find, ids, load
 from persia._files.manifest import TIME, Manifest, now
@@ -21,6 +23,7 @@ from persia._files.storage import Storage
 from persia._files.summary import compare, summarise
 from persia._files.writer_lock import sole_writer
 from persia._metrics.format import byte_size, count
+from persia.config import OPTIMIZERS
 from persia.version import __version__
 
 which = click.option(
@@ -169,6 +172,94 @@ def export_command(url: str, file: Path, feature: str, identity: str | None) -> 
     with _bar("exporting", manifests, rows_only=True) as progress:
         rows, dim = export_vectors(storage, manifests, file, feature, progress)
     click.echo(f"{rows:,} vectors of dim {dim} in {file}")
+
+
+@cli.command(
+    "import",
+    **example(
+        "persia-ckpt import /models/new items.parquet --feature item "
+        "--embedding-config slots.yml --optimizer adagrad"
+    ),
+)
+@click.argument("url")
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.option("--feature", required=True, help="Whose rows they become; of its group, all.")
+@click.option(
+    "--embedding-config",
+    "config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    help="YAML file of the job that is to load the checkpoint.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice([*OPTIMIZERS]),
+    metavar="NAME",
+    required=True,
+    help="That the job trains with, as adagrad: rows begin with its state.",
+)
+@click.option(
+    "--optimizer-option",
+    "optimizer_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of the optimizer, as initial_accumulator_value=0.1.",
+)
+@click.option(
+    "--from", "form", type=click.Choice(FORMS), help="What SOURCE is, if its name does not say."
+)
+@click.option(
+    "--key", help="Name of the tensor of a state dict, or of the table of a DCP folder."
+)
+@click.option(
+    "--ids",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help=".npy file with the id of each row, or JSON object {id: row}; else its number is.",
+)
+@click.option(
+    "--columns",
+    nargs=2,
+    default=("id", "vector"),
+    show_default=True,
+    metavar="ID VECTOR",
+    help="Of Parquet files.",
+)
+@click.option(
+    "--old-config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Embedding config of the original PERSIA's job.",
+)
+@click.option(
+    "--old-optimizer",
+    metavar="NAME",
+    help="Of that job, if it is the same: the state of rows is taken over.",
+)
+def import_command(
+    url: str,
+    source: Path,
+    feature: str,
+    config: Path,
+    optimizer: str,
+    optimizer_options: tuple[str, ...],
+    form: str | None,
+    **options: Any,
+) -> None:
+    """Write rows that another program wrote as a checkpoint into the folder URL.
+
+    SOURCE is a NumPy file (.npz with arrays id and vector, or .npy of vectors and --ids), a
+    Parquet file or a folder of them, a state dict of torch.save (--key), a folder of
+    torch.distributed.checkpoint, as of TorchRec (--key), or one of the original PERSIA's
+    dump_checkpoint (--old-config).
+
+    Rows of the latest checkpoint in URL are kept, so that feature after feature is imported
+    into one folder. All rows are in memory meanwhile.
+    """
+    opened = source_of(source, form, feature, **options)
+    settings = optimizer_of(optimizer, optimizer_options)
+    for note in opened.notes:
+        click.echo(f"{source}: {note}", err=True)
+    identity, rows, total = import_rows(url, opened, feature, config, settings)
+    click.echo(f"{identity}: {rows:,} rows of {feature} from {source}, {total:,} in all")
 
 
 @cli.command("reshard", **example("persia-ckpt reshard /checkpoints /smaller --servers 2"))

@@ -99,6 +99,7 @@ class RowHome:
         self.worker = worker
         self.slots = slots
         self.session = session
+        self._are_jagged = all(slot.output is JaggedOutput for slot in slots.values())
         self._keeps_ids = isinstance(worker, EmbeddingWorkers)
         self._numbers = itertools.count()
         self.optimizer: OptimizerSettings | None = None  # registered there by modules
@@ -177,7 +178,7 @@ class RowHome:
 
     def _request(self, features: Sequence[FeatureBatch]) -> tuple[FeatureBatch, ...]:
         """Return features that fit into one request: all of them with as many samples."""
-        are_jagged = all(
+        are_jagged = self._are_jagged or all(
             self.slots[feature.name].output is JaggedOutput for feature in features
         )
         if are_jagged and len({feature.batch_size for feature in features}) == 1:
@@ -530,14 +531,21 @@ def attach_optimizer(
 
 
 def _move(tables: list[ModuleTable], old: RowHome) -> None:
-    """Move rows to a new store, with state that begins again, as a checkpoint is loaded."""
+    """Move rows to a new store, with state that begins again, as a checkpoint is loaded.
+
+    Rows that no optimizer has stepped have no state, and nothing to be said of it.
+    """
     old.wait()
     has_rows = sum(old.worker.get_embedding_size()) > 0
     for table in tables:
         old.tables.discard(table)
         table.home = None
     new = _build(tables, None)
-    if has_rows:
+    if has_rows and old.optimizer is None:
+        for table in tables:
+            for ids, values in Table(old.worker, table.name).blocks():
+                new.write(table.name, ids, values)
+    elif has_rows:
         with tempfile.TemporaryDirectory(prefix="persia-rows-") as folder:
             writer = CheckpointWriter(old.worker)
             writer.finish(writer.begin(0, dict), folder, 1, blocking=True)

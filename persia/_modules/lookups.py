@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from persia._core.base.arrays import empty_floats
 from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels.pooling import PoolCalls
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     Maximum = NDArray[np.int32] | None
 
 # A pool of one thread runs its work in the caller's.
-_threads = ThreadPool(1)
+threads = ThreadPool(1)
 
 # The mode of ``Embedding``, in which each id is a sample.
 PER_ID = "none"
@@ -56,11 +57,7 @@ MANY_LOOKUPS = 50
 # What an anchor's gradient has in its second place, once for each gradient that was handed
 # over. A power of two, so that factors are exact, and too small to count in a norm.
 _MARK = 2.0**-30
-_HALF_MARK = 2.0**-10  # float16 has no number as small
-
-
-def _mark(dtype: torch.dtype) -> float:
-    return _HALF_MARK if dtype is torch.float16 else _MARK
+_MARKS = {torch.float16: 2.0**-10}  # which has no number as small
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +74,22 @@ class LookedUpFeature:
     kept: NDArray[np.bool_] | None = None  # [N] of the ids given, those that are no padding
 
 
+# Filled by finalizers, which must not take a lock.
+_orphans: deque[list[LookedUpFeature]] = deque()
+
+
 @dataclass(slots=True, eq=False)
 class OpenLookup:
     """What an operator has looked up, while a gradient of it may come."""
 
     features: list[LookedUpFeature]
+
+    def __del__(self, orphans: deque[list[LookedUpFeature]] = _orphans) -> None:
+        """Have what no gradient has come for released."""
+        for feature in self.features:
+            if feature.request is not None:
+                orphans.append(self.features)
+                return
 
 
 @dataclass(slots=True, eq=False)
@@ -105,8 +113,6 @@ after_step: list[Callable[[], None]] = []
 
 # By address of the ticket's memory, with what notices its end; changes of one key are atomic.
 _open: dict[int, tuple[OpenLookup, weakref.ref[NDArray[np.int64]]]] = {}
-# Filled by finalizers, which must not take a lock.
-_orphans: deque[OpenLookup] = deque()
 
 
 def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
@@ -115,7 +121,6 @@ def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
 
     def drop(_: object) -> None:
         _open.pop(address, None)
-        _orphans.append(lookup)
 
     _open[address] = lookup, weakref.ref(memory, drop)
     return torch.from_numpy(memory)
@@ -124,7 +129,7 @@ def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
 def release_orphans() -> None:
     """Release the lookups whose graph was dropped without a backward."""
     while _orphans:
-        for feature in _orphans.popleft().features:
+        for feature in _orphans.popleft():
             request, feature.request = feature.request, None
             if request is not None:
                 request.give_up()
@@ -193,7 +198,7 @@ def pool(lookup: OpenLookup, out: Floats) -> None:
         pooling = _POOLINGS[feature.mode]
         feature.maxima = calls.pool(pooling, feature.rows, None, 1, feature.ids, target)
         begin = end
-    calls.run(_threads)
+    calls.run(threads)
 
 
 _POOLINGS = {"sum": "sum", "mean": "mean", "max": "max", PER_ID: "sum"}
@@ -244,7 +249,13 @@ def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
     """Return the ticket of a lookup; one without gradients is not remembered."""
     if not has_gradient:
         return torch.zeros(1, dtype=torch.int64)
-    for feature in lookup.features:
+    note_lookups(lookup.features)
+    return _new_ticket(lookup)
+
+
+def note_lookups(features: Sequence[LookedUpFeature]) -> None:
+    """Count lookups that train, and say of many without a backward what may be wrong."""
+    for feature in features:
         pending = feature.table.pending
         pending.num_lookups += 1
         if pending.num_lookups == MANY_LOOKUPS:
@@ -253,7 +264,6 @@ def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
                 "rows do not learn: is the output detached, or the loss computed without it? "
                 "Evaluate in model.eval() and under torch.no_grad()"
             )
-    return _new_ticket(lookup)
 
 
 def find_lookup(ticket: torch.Tensor) -> OpenLookup | None:
@@ -273,30 +283,35 @@ def sum_gradients(
     In it features are one behind the other, each [B, dim].
     """
     gradient = gradient.detach().float().reshape(-1)
-    is_on_device = gradient.device.type != "cpu"
-    array = _NO_ROWS if is_on_device else gradient.contiguous().numpy()
+    sizes = [feature.ids.batch_size * feature.table.dim for feature in features]
+    if gradient.device.type != "cpu":
+        return [
+            _sum_on_device(feature, part.view(-1, feature.table.dim))
+            for feature, part in zip(features, torch.split(gradient, sizes), strict=True)
+        ]
+    array = gradient.contiguous().numpy()
+    parts = []
+    begin = 0
+    for feature, size in zip(features, sizes, strict=True):
+        parts.append(array[begin : begin + size].reshape(-1, feature.table.dim))
+        begin += size
+    return sum_parts(features, parts)
+
+
+def sum_parts(
+    features: Sequence[LookedUpFeature], parts: Sequence[Floats]
+) -> list[torch.Tensor]:
+    """Return the sums per distinct id, f32 [D, dim], of gradients f32 [B, dim] by feature."""
     calls = PoolCalls()
     found = []
-    begin = 0
-    for feature in features:
-        dim = feature.table.dim
-        end = begin + feature.ids.batch_size * dim
-        if is_on_device:
-            found.append(_sum_on_device(feature, gradient[begin:end].view(-1, dim)))
-        else:
-            sums = np.empty((feature.ids.num_distinct, dim), np.float32)
-            part = array[begin:end].reshape(-1, dim)
-            calls.begin_sums(sums)
-            calls.pool_grad(
-                _POOLINGS[feature.mode], part, None, 1, feature.ids, feature.maxima, None, sums
-            )
-            found.append(torch.from_numpy(sums))
-        begin = end
-    calls.run(_threads)
+    for feature, part in zip(features, parts, strict=True):
+        sums = empty_floats(feature.ids.num_distinct, feature.table.dim)
+        calls.begin_sums(sums)
+        pooling = _POOLINGS[feature.mode]
+        calls.pool_grad(pooling, part, None, 1, feature.ids, feature.maxima, None, sums)
+        found.append(torch.from_numpy(sums))
+    calls.run(threads)
     return found
-
-
-_NO_ROWS = np.empty(0, np.float32)
 
 
 def _sum_on_device(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
@@ -341,7 +356,7 @@ def hand_over(
         request, feature.request = feature.request, None
         pending.gradients.append(RowGradient(feature.ids.distinct, one, request, feature.place))
     norms = torch.stack(torch._foreach_norm(list(sums)))
-    marks = [_mark(feature.table.anchor.dtype) for feature in features]
+    marks = [_MARKS.get(feature.table.anchor.dtype, _MARK) for feature in features]
     return torch.stack([norms, torch.tensor(marks, dtype=norms.dtype).to(norms.device)], 1)
 
 
@@ -370,7 +385,7 @@ def _scale_as_the_anchor(table: ModuleTable) -> None:
     gradient, pending = table.anchor.grad, table.pending
     if gradient is None:
         return
-    whole = _mark(gradient.dtype) * pending.num_marks
+    whole = _MARKS.get(gradient.dtype, _MARK) * pending.num_marks
     factor: torch.Tensor | float = gradient[1].detach().float() / whole
     if gradient.device.type == "cpu" and (factor := float(factor)) == 1.0:
         return
@@ -393,7 +408,7 @@ def note_accumulated(table: ModuleTable) -> None:
     with torch.no_grad():
         # As if all of it had been handed over at once: one mark.
         gradient[1] /= num_marks
-        gradient[0] = norm.to(gradient.device) * gradient[1] / _mark(gradient.dtype)
+        gradient[0] = norm.to(gradient.device) * gradient[1] / _MARKS.get(gradient.dtype, _MARK)
     pending.num_marks = 1
 
 
@@ -432,11 +447,12 @@ class TableStep:
     def scale(self) -> RowGradient:
         """Apply what has scaled the anchor's gradient since, and the table's own clipping."""
         table = self.table
-        gradient = merged(table)
+        given = table.pending.gradients
+        gradient: RowGradient = given[0] if len(given) == 1 else merged(table)
         self.ids, self.sums = gradient.ids, gradient.sums
         anchor = table.anchor.grad
         if anchor is not None:
-            one = _mark(anchor.dtype) * max(table.pending.num_marks, 1)
+            one = _MARKS.get(anchor.dtype, _MARK) * max(table.pending.num_marks, 1)
             if anchor.device.type != "cpu":
                 self.sums = self.sums * (anchor[1].float() / one)
             elif (factor := anchor.tolist()[1] / one) != 1.0:
@@ -477,8 +493,11 @@ def apply(steps: Sequence[tuple[TableStep, RowGradient]], reduction: float) -> N
     homes = homes_of([one.table for one, _ in steps])
     for (one, gradient), home in zip(steps, homes, strict=True):
         request, gradient.request = gradient.request, None
-        if request is not None and request.home is home and request.batch.is_open():
-            by_request.setdefault(id(request), (request, {}))[1][gradient.place] = one
+        known = by_request.get(id(request))
+        if known is not None:
+            known[1][gradient.place] = one
+        elif request is not None and request.home is home and request.batch.is_open():
+            by_request[id(request)] = request, {gradient.place: one}
         else:
             alone.setdefault(id(home), (home, []))[1].append((one, gradient))
     for home, parts in alone.values():

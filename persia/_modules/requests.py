@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._modules.homes import RowHome, home_of
+from persia._modules.homes import RowHome, homes_of
 from persia._modules.tables import ModuleTable
 from persia._training.inflight import InFlightBatch, Reason
 from persia.errors import DataError, DataTypeError
@@ -176,7 +176,8 @@ def take_ahead(
                     one.request.home is homes[place]
                     and one.request.batch.is_open()
                     and one.given.padding == given.padding
-                    and np.array_equal(one.given.values, given.values)
+                    and len(one.given.values) == len(given.values)
+                    and (one.given.values == given.values).all()
                 ):
                     _ahead[table.key].remove(one)
                     taken[place] = one
@@ -201,29 +202,41 @@ def take_missed(*, goes_on: bool = True) -> list[tuple[ModuleTable, GivenIds]]:
 
 
 def ask_ahead(features: Sequence[tuple[ModuleTable, GivenIds]]) -> list[AheadRows]:
-    """Ask for the rows of a batch to come: one request per home if no table comes twice."""
-    found: list[AheadRows] = []
-    left = list(features)
+    """Ask for the rows of a batch to come, for the lookups of its modules."""
+    found = ask(features)
+    for one in found:
+        put_ahead(one)
+    return found
+
+
+def ask(features: Sequence[tuple[ModuleTable, GivenIds]]) -> list[AheadRows]:
+    """Ask for the rows of features: one request per home if no table comes twice.
+
+    They are in the order of the features; what takes them is up to the caller.
+    """
+    found: dict[int, AheadRows] = {}
+    homes = homes_of([table for table, _ in features])
+    left = list(range(len(features)))
     try:
         while left:
-            home = home_of(left[0][0])
-            here: dict[str, tuple[ModuleTable, GivenIds]] = {}
+            home = homes[left[0]]
+            here: dict[str, int] = {}
             rest = []
-            for table, given in left:
-                if table.name in here or home_of(table) is not home:
-                    rest.append((table, given))
+            for place in left:
+                name = features[place][0].name
+                if name in here or homes[place] is not home:
+                    rest.append(place)
                 else:
-                    here[table.name] = table, given
+                    here[name] = place
             left = rest
-            asked = [given.asked for _, given in here.values()]
+            asked = [features[place][1].asked for place in here.values()]
             batch, rows, size = home.look_up_to_train(asked)
             request = RowRequest(home, batch, tuple(here), size, len(here))
-            for place, (table, given) in enumerate(here.values()):
-                one = AheadRows(table, given, rows[place], request, place)
-                found.append(one)
-                put_ahead(one)
+            for number, place in enumerate(here.values()):
+                table, given = features[place]
+                found[place] = AheadRows(table, given, rows[number], request, number)
     except BaseException:
-        for one in found:
-            one.give_up()
+        for one in found.values():
+            one.request.give_up()
         raise
-    return found
+    return [found[place] for place in range(len(features))]

@@ -41,7 +41,8 @@ class PendingGradients:
     def drop(self) -> None:
         """Forget what was handed over."""
         for gradient in self.gradients:
-            gradient.detach()
+            if gradient.request is not None:
+                gradient.detach()
         self.gradients.clear()
         self.num_marks = 0
 
@@ -80,7 +81,8 @@ class ModuleTable:
         self.readers: list[weakref.ref[torch.nn.Module]] = []
         # After a backward has added to the anchor's gradient.
         self.after_backward: Callable[[ModuleTable], None] | None = None
-        self._has_warned = self._is_copied = False
+        self._warned: set[str] = set()
+        self._is_copied = False
         own = weakref.ref(self)
 
         def accumulated(_: torch.Tensor) -> None:
@@ -101,8 +103,8 @@ class ModuleTable:
 
     def warn(self, text: str) -> None:
         """Say once what is missing for the rows to be trained."""
-        if not self._has_warned:
-            self._has_warned = True
+        if text not in self._warned:
+            self._warned.add(text)
             _logger.warning("table %r: %s (said once)", self.name, text)
 
     def warn_of_copy(self) -> None:

@@ -120,7 +120,7 @@ class EmbeddingCollection(RowModule):
     ) -> list[torch.Tensor]:
         anchors: list[Any] = list(self._parameters.values())
         trains = self.training and any(anchor.requires_grad for anchor in anchors)
-        flat, _ = ops.lookup(
+        flat = ops.look_up(
             self.version,
             anchors,
             ids,
@@ -134,5 +134,5 @@ class EmbeddingCollection(RowModule):
             trains and torch.is_grad_enabled(),
         )
         num_samples = flat.numel() // sum(self.dims)
-        parts = flat.split([num_samples * dim for dim in self.dims])
+        parts = torch.split(flat, [num_samples * dim for dim in self.dims])
         return [part.view(num_samples, dim) for part, dim in zip(parts, self.dims, strict=True)]

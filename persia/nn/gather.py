@@ -1,7 +1,7 @@
 """One lookup for all embeddings of a converted model, from what its forward is given.
 
-    forward of the model --ids--> one lookup of all tables
-       module of one table        takes its rows, if they are of its ids
+    forward of the model --ids--> one lookup of all tables, and of one id per sample one pooling
+       module of one table        takes its vectors or rows, if they are of its ids
 
 A model calls its embeddings one after another, and each lookup and update of a few thousand ids
 costs as much in calls as in work. Where the ids are among the arguments is learnt as
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia._modules import requests
+from persia import ops
+from persia._modules import joint, requests
 from persia.nn.recipes import PATIENCE, Leaves, Recipes
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from persia._modules.joint import JointRows
     from persia._modules.requests import AheadRows
 
 # Tables below which nothing is gained.
@@ -48,6 +50,7 @@ class Gather:
         # Of the forward under way, or of one that has raised.
         self._leaves: Leaves | None = None
         self._rows: list[AheadRows] = []
+        self._joint: list[JointRows] = []
 
     def __reduce__(self) -> tuple[type[Gather], tuple[()]]:
         return Gather, ()
@@ -62,9 +65,11 @@ class Gather:
             self._finish()
         if requests.missed is not None:
             return  # a loader is prefetched, or this is a part of another such model
+        if not ops.is_plain():
+            return
         self._leaves = Leaves((args, kwargs))
         if len(self.recipes) >= _FEW:
-            self._rows = self.recipes.look_up(self._leaves)
+            self._rows, self._joint = self.recipes.open_joint(self._leaves)
         requests.start_recording()
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -74,7 +79,14 @@ class Gather:
 
     def _finish(self) -> None:
         leaves, self._leaves = self._leaves, None
-        rows, self._rows = self._rows, []
+        rows: list[AheadRows | JointRows] = [*self._rows]
+        if self._joint:
+            joint.close_joint()
+            rows += [one for one in self._joint if one.is_apart or not one.is_taken]
+            for one in self._joint:
+                if one.is_apart:
+                    self.recipes.part(one)
+        self._rows, self._joint = [], []
         missed = requests.take_missed(goes_on=False)
         if leaves is None:
             return

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from persia import ops
+from persia._modules import joint
 from persia._modules.homes import write_rows
 from persia._modules.lookups import PER_ID
 from persia._modules.requests import ids_of
@@ -108,6 +109,15 @@ class TableModule(RowModule):
         """Return the vectors [N, dim] of ids [N], the padding id's with a gradient as well."""
         return self._vectors(ids, None, None, PER_ID, None)
 
+    def _joins(self) -> bool:
+        """Whether its vectors may have been looked up with those of other modules."""
+        return (
+            not torch.compiler.is_compiling()
+            and joint.current is not None
+            and self.training
+            and self.padding_idx is None
+        )
+
     def _vectors(
         self,
         ids: torch.Tensor,
@@ -118,7 +128,7 @@ class TableModule(RowModule):
     ) -> torch.Tensor:
         """Return [B, dim] of ids [N] in B samples, or of B ids where there are no offsets."""
         trains = self.training and self.anchor.requires_grad
-        flat, _ = ops.lookup(
+        flat = ops.look_up(
             self.version,
             [self.anchor],
             *(ids, offsets, weights),
@@ -129,8 +139,7 @@ class TableModule(RowModule):
             trains,
             trains and torch.is_grad_enabled(),
         )
-        vectors: torch.Tensor = flat.view(-1, self.embedding_dim)
-        return vectors
+        return flat.view(-1, self.embedding_dim)
 
     @classmethod
     def from_pretrained(
@@ -246,6 +255,10 @@ class Embedding(TableModule):
             return torch.nested.nested_tensor_from_jagged(
                 self._of_ids(values), edges, **_lengths_of(input)
             )
+        if self._joins() and joint.current is not None:
+            found = joint.current.take(self._tables[0], self._parameters["anchor"], input)
+            if found is not None:
+                return found.view(*input.shape, self.embedding_dim)
         return self._of_ids(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
     def _of_ids(self, ids: torch.Tensor) -> torch.Tensor:
@@ -303,6 +316,17 @@ class EmbeddingBag(TableModule):
     ) -> torch.Tensor:
         """Return [B, dim] of ids [B, L], of ids [N] with offsets [B], or of nested ids."""
         weights = per_sample_weights
+        if weights is None and self._joins() and joint.current is not None:
+            found = joint.current.take(
+                self._tables[0],
+                self._parameters["anchor"],  # not by attribute, which takes longer
+                input,
+                offsets,
+                is_pooled=True,
+                include_last_offset=self.include_last_offset,
+            )
+            if found is not None:
+                return found
         if weights is not None and self.mode != "sum":
             raise DataError(
                 f"per_sample_weights: expected mode 'sum', got {self.mode!r}; for a mean, "

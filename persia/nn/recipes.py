@@ -6,24 +6,34 @@ ahead only if its ids are the same; so results never depend on what was guessed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from persia._modules.requests import AheadRows, ask_ahead, split_features
+from persia._core.ids.feature_batch import FeatureBatch
+from persia._modules import joint
+from persia._modules.requests import (
+    AheadRows,
+    GivenIds,
+    ask,
+    ask_ahead,
+    put_ahead,
+    split_features,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from persia._modules.requests import GivenIds
+    from persia._modules.joint import JointRows
     from persia._modules.tables import ModuleTable
 
     Lookup = tuple[ModuleTable, GivenIds]
+    _Key = tuple[str, int]  # of a table, and the number of its lookup in the batch
 
 # Batches in a row in which a lookup was not found, after which it is not sought any more.
 PATIENCE = 8
@@ -35,6 +45,7 @@ class Leaves:
     def __init__(self, batch: Any) -> None:
         self._leaves = pytree.tree_leaves(batch)
         self._arrays: dict[int, NDArray[np.int64] | None] = {}
+        self._rows: dict[int, NDArray[np.int64]] = {}
         self._columns: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
@@ -46,6 +57,15 @@ class Leaves:
             leaf = self._leaves[place] if place < len(self._leaves) else None
             self._arrays[place] = _integers(leaf)
         return self._arrays[place]
+
+    def rows(self, place: int) -> NDArray[np.int64] | None:
+        """Return a copy of a leaf; None if there is none or it holds no ids."""
+        if place not in self._rows:
+            array = self.array(place)
+            if array is None:
+                return None
+            self._rows[place] = np.array(array, order="C")
+        return self._rows[place]
 
     def columns(self, place: int) -> NDArray[np.int64] | None:
         """Return a copy of a leaf [B, F] by columns, [F, B]; None if it has another shape."""
@@ -68,6 +88,7 @@ class Recipe:
     column: int | None
     is_transposed: bool
     addend: int
+    is_single: bool = False  # each sample has one id, and none is padding
 
     def ids(self, leaves: Leaves) -> NDArray[np.uint64] | None:
         """Return a copy of the ids, as a model may change its batch; None if there are none."""
@@ -78,14 +99,14 @@ class Recipe:
                 return None
             found = found.reshape(-1) if self.column is None else found[self.column]
         else:
-            found = leaves.array(self.leaf)
+            found = leaves.rows(self.leaf)
             if found is None:
                 return None
             if self.row is not None:
                 if found.ndim != 2 or self.row >= len(found):
                     return None
                 found = found[self.row]
-            found = np.array(found, order="C").reshape(-1)
+            found = found.reshape(-1)
         return (found + self.addend if self.addend else found).view(np.uint64)
 
 
@@ -93,7 +114,7 @@ class Recipes:
     """Where the ids of the lookups of a model are, as far as it is known."""
 
     def __init__(self) -> None:
-        self._recipes: dict[tuple[str, int], Recipe] = {}  # by table and place in the batch
+        self._recipes: dict[_Key, Recipe] = {}
         self.num_failed = 0  # batches in a row in which a lookup was not found
 
     def __len__(self) -> int:
@@ -105,16 +126,55 @@ class Recipes:
 
     def look_up(self, leaves: Leaves) -> list[AheadRows]:
         """Ask for the rows of a batch, in one call if no table comes twice."""
-        features = []
+        found = self._features(leaves)
+        return ask_ahead([feature for _, feature in found]) if found else []
+
+    def open_joint(self, leaves: Leaves) -> tuple[list[AheadRows], list[JointRows]]:
+        """Ask for the rows of a forward; return those ahead, and those that are pooled."""
+        found = self._features(leaves)
+        if not found:
+            return [], []
+        rows = ask([feature for _, feature in found])
+        pooled = []
+        ahead = []
+        for (recipe, _), one in zip(found, rows, strict=True):
+            if recipe.is_single and joint.can_join(recipe.table):
+                pooled.append(one)
+            else:
+                ahead.append(one)
+                put_ahead(one)
+        try:
+            return ahead, joint.open_joint(pooled) if pooled else []
+        except BaseException:
+            for one in ahead:
+                one.give_up()
+            for one in pooled:
+                one.request.give_up()
+            raise
+
+    def _features(self, leaves: Leaves) -> list[tuple[Recipe, Lookup]]:
+        found = []
         for recipe in list(self._recipes.values()):
-            ids = recipe.ids(leaves) if recipe.table.anchor.requires_grad else None
-            if ids is not None and len(ids):
-                (given,) = split_features([recipe.table], ids, None, None, recipe.padding)
-                features.append((recipe.table, given))
-        return ask_ahead(features) if features else []
+            table, padding = recipe.table, recipe.padding
+            ids = recipe.ids(leaves) if table.anchor.requires_grad else None
+            if ids is None or not len(ids):
+                continue
+            if padding is None:
+                asked = FeatureBatch.from_single(table.name, ids)
+                given = GivenIds(asked, asked, ids, None)
+            else:
+                (given,) = split_features([table], ids, None, None, padding)
+            found.append((recipe, (table, given)))
+        return found
+
+    def part(self, rows: JointRows) -> None:
+        """Do not pool these any more: their module has samples of several ids."""
+        for key, recipe in list(self._recipes.items()):
+            if recipe.table is rows.rows.table:
+                self._recipes[key] = replace(recipe, is_single=False)
 
     def note_batch(
-        self, leaves: Leaves, rows: Sequence[AheadRows], missed: Sequence[Lookup]
+        self, leaves: Leaves, rows: Sequence[AheadRows | JointRows], missed: Sequence[Lookup]
     ) -> int:
         """Learn from a batch that the model is done with; return how many rows were not used.
 
@@ -176,7 +236,12 @@ def _find(table: ModuleTable, given: GivenIds, leaves: Leaves) -> Recipe | None:
             addend = int(values[0] - view[0])
             if (addend and shifted is not None) or not np.array_equal(values, view + addend):
                 continue
-            found = Recipe(table, given.padding, place, row, column, is_transposed, addend)
+            found = Recipe(
+                *(table, given.padding, place, row, column, is_transposed, addend),
+                is_single=given.padding is None
+                and given.pooled.offsets is None
+                and given.pooled.weights is None,
+            )
             if not addend:
                 return found
             shifted = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from typing import Any
@@ -106,6 +107,24 @@ def test_tables_declared_later_and_of_other_optimizers_get_stores() -> None:
     homes = [home_of(module._tables[0]) for module in (one, two, three)]
     assert homes[0] is not homes[1]
     assert homes[1] is homes[2]
+
+
+def test_rows_without_a_step_get_an_optimizer_silently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = persia.nn.Embedding(6, 2, name="looked at before")
+    rows = module(torch.arange(3)).detach()
+    with caplog.at_level(logging.WARNING):
+        optimizer = persia.optim.Adagrad(module.parameters(), lr=0.1)
+    assert not caplog.records
+    assert torch.equal(module(torch.arange(3)), rows)
+    module(torch.arange(3)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(module(torch.arange(3)), rows - 0.1)
+    # Of another optimizer the state is lost, which is said.
+    with caplog.at_level(logging.WARNING):
+        persia.optim.Adam(module.parameters(), lr=0.1)
+    assert "trained by adagrad and are by adam" in caplog.text
 
 
 @pytest.mark.slow
