@@ -43,8 +43,8 @@ from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 15.0
-# New jobs are created one after another, each with so many calls at a time: they are ready
-# sooner than if they shared the API. So many other jobs are reconciled beside them.
+# Calls of a new job at a time, and jobs that are reconciled beside it. New ones are created one
+# after another: they are ready sooner than if they shared the API.
 _AT_ONCE, _NUM_OTHERS = 16, 3
 # Seconds in which changes of a job's pods are gathered: they come together.
 _GATHER_S = 1.0
