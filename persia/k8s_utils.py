@@ -224,29 +224,20 @@ def top(job: str, namespace: str | None, once: bool, interval: float) -> None:
     type=click.Path(path_type=Path),
     help="YAML file; PERSIA_EMBEDDING_CONFIG, or embedding_config.yml here or in config/.",
 )
-@click.option(
-    "--global-config",
-    type=click.Path(path_type=Path),
-    help="YAML file; PERSIA_GLOBAL_CONFIG, or global_config.yml here or in config/.",
-)
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def doctor(
-    job: str,
-    namespace: str | None,
-    embedding_config: Path | None,
-    global_config: Path | None,
-    as_json: bool,
+    job: str, namespace: str | None, embedding_config: Path | None, as_json: bool
 ) -> None:
     """Compare the servers of a job in a cluster with this version and this embedding config.
 
-    As `persia-launcher doctor` does, through kubectl, with the keys in the job's Secret. Exits
-    with 1 if one differs or a pod does not run.
+    As `persia-launcher doctor` does for others, through kubectl, with the keys in the job's
+    Secret. Exits with 1 if one differs or a pod does not run.
     """
     from persia._cli.doctor import print_report
     from persia._k8s.forward import doctor_of_job
 
     try:
-        report = doctor_of_job(job, _options(namespace), embedding_config, global_config)
+        report = doctor_of_job(job, _options(namespace), embedding_config)
     except ConfigError as error:
         raise Refused(str(error)) from error
     print_report(report, as_json=as_json)

@@ -133,6 +133,14 @@ def examine(
     return Report(findings, forecasts)
 
 
+def compare(embedding_config: Path | None = None) -> Report:
+    """Check the servers that are listed, which run elsewhere, against what is here."""
+    path = embedding_config or env.embedding_config_path() or _find("embedding")
+    findings, schema, _ = check_files(path, None)
+    findings += check_network("" if schema is None else schema_fingerprint(schema))
+    return Report(findings, [])
+
+
 def _find(which: str) -> Path | None:
     """Return where a project has one of its configs: here, or where its Procfile says."""
     found = _first([f"{which}_config.yml", f"config/{which}_config.yml"])

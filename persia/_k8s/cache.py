@@ -84,7 +84,7 @@ def _selected(found: Any, wanted: Mapping[str, Any] | Callable[[str], str] | Non
 
 
 @dataclass(slots=True)
-class Entry:
+class JobEntry:
     """A job, None before it is seen or once it is gone, and its children by uid."""
 
     job: Object | None = None
@@ -119,7 +119,7 @@ class Cache:
     """
 
     def __init__(self, changed: Callable[[Key, str], None]) -> None:
-        self.entries: defaultdict[Key, Entry] = defaultdict(Entry)
+        self.entries: defaultdict[Key, JobEntry] = defaultdict(JobEntry)
         self._changed = changed
         # By kind and namespace: the newest version that a list or a watch has shown.
         self._shown: dict[tuple[str, str | None], int] = {}
@@ -145,7 +145,7 @@ class Cache:
             del self.entries[key]
 
     def note_answer(self, found: Object) -> None:
-        """Note an object by the answer to a write of our own: a watch tells of it later.
+        """Note an object by the answer to a write of our own: a watch shows it later.
 
         An answer that comes after a watch has shown that version, or a later one, is dropped:
         the object may be gone by then, and no watch would tell of that again.

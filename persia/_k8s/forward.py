@@ -20,7 +20,7 @@ from typing import Any
 
 from persia import env
 from persia._cli.checks import error
-from persia._cli.doctor import Report, examine
+from persia._cli.doctor import Report, compare
 from persia._cli.top import DEADLINE_S, ScrapeTarget, run_top
 from persia._k8s.plan import JOB_LABEL, KINDS, LOADER, METRICS_PORT, ROLE_LABEL
 from persia.errors import ConfigError
@@ -179,9 +179,7 @@ def keys_of(pods: Sequence[Object], options: Sequence[str]) -> Iterator[Path | N
         yield Path(folder)
 
 
-def doctor_of_job(
-    job: str, options: Sequence[str], embedding: Path | None, common: Path | None
-) -> Report:
+def doctor_of_job(job: str, options: Sequence[str], embedding_config: Path | None) -> Report:
     """Compare a job's servers with what is here, and name pods that do not run."""
     pods = pods_of(job, options)
     calls = [one for pod in pods["Running"] for one in processes_of(pod, "rpc")]
@@ -194,11 +192,11 @@ def doctor_of_job(
         if keys is not None:
             changes[env.keys_directory.name] = keys
         with env.changed(**changes):
-            report = examine(embedding, common)
+            report = compare(embedding_config)
     away = [
         error("pods", f"{name} is {phase}", f"kubectl describe pod {name}")
         for phase, several in pods.items()
         if phase not in ("Running", "Succeeded")
         for name in (pod["metadata"]["name"] for pod in several)
     ]
-    return Report([*away, *report.findings], report.forecasts)
+    return Report([*away, *report.findings], [])

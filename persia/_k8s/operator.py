@@ -43,9 +43,9 @@ from persia._rpc.curve import CONTROL, DATA, SERVER, make_keys
 logger = logging.getLogger(__name__)
 
 _SWEEP_S = 15.0
-# Jobs that are reconciled at a time, and calls of each: the API's disk takes several at once,
-# but with more of them each only waits longer.
-_NUM_WORKERS, _AT_ONCE = 4, 4
+# Calls of a new job at a time, and jobs that are reconciled beside it. New ones are created one
+# after another: they are ready sooner than if they shared the API.
+_AT_ONCE, _NUM_OTHERS = 16, 3
 # Seconds in which changes of a job's pods are gathered: they come together.
 _GATHER_S = 1.0
 # Seconds after which it is asked why a Job has no pod, and between two questions.
@@ -208,9 +208,8 @@ class Operator:
         self._memory: defaultdict[Key, _Memory] = defaultdict(_Memory)
         # Why Jobs have no pods, by their uid, and when it was asked; by namespace.
         self._failures: dict[str, tuple[float, Mapping[str, str]]] = {}
-        # Jobs to reconcile: those that run go before new ones, whose objects take a while.
-        self._queue: asyncio.PriorityQueue[tuple[bool, int, Key]] = asyncio.PriorityQueue()
-        self._numbers = itertools.count()
+        self._new: asyncio.Queue[Key] = asyncio.Queue()  # jobs to reconcile, without a status
+        self._others: asyncio.Queue[Key] = asyncio.Queue()
         self._queued: set[Key] = set()
         self._busy: set[Key] = set()  # with workers, which queue them again where that is due
         self._changing: set[Key] = set()  # whose pods have changed a moment ago
@@ -238,8 +237,9 @@ class Operator:
                 self._put(key)
 
     def _put(self, key: Key) -> None:
-        is_new = not (self.cache.job(key) or {}).get("status")
-        self._queue.put_nowait((is_new, next(self._numbers), key))
+        job = self.cache.job(key)
+        is_new = job is not None and not job.get("status")
+        (self._new if is_new else self._others).put_nowait(key)
 
     def queue_all(self) -> None:
         for key in list(self.cache.entries):
@@ -323,17 +323,18 @@ class Operator:
 
     async def settle(self) -> None:
         """Reconcile every job that is queued until nothing is to be done: ``--once``."""
-        while not self._queue.empty():
-            *_, key = self._queue.get_nowait()
-            self._queued.discard(key)
-            for _ in range(_MAX_ROUNDS):
-                if not await self.step(key):
-                    break
+        for queue in (self._others, self._new):
+            while not queue.empty():
+                key = queue.get_nowait()
+                self._queued.discard(key)
+                for _ in range(_MAX_ROUNDS):
+                    if not await self.step(key):
+                        break
 
-    async def work(self) -> None:
+    async def work(self, queue: asyncio.Queue[Key]) -> None:
         """Reconcile jobs as they are queued, for ever."""
         while True:
-            *_, key = await self._queue.get()
+            key = await queue.get()
             self._queued.discard(key)
             self._busy.add(key)
             try:
@@ -363,7 +364,7 @@ class Operator:
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         tasks = [
             *(self.cache.follow(api, *of) for of in versions.items()),
-            *(self.work() for _ in range(_NUM_WORKERS)),
+            *(self.work(queue) for queue in (self._new, *[self._others] * _NUM_OTHERS)),
             *(self.sweep(), stopped.wait()),
         ]
         running = [asyncio.ensure_future(one) for one in tasks]

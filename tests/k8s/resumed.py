@@ -104,7 +104,7 @@ def progress(pod: str) -> int:
 
 
 def run(name: str, folder: Path, kills: int, dice: random.Random) -> dict[str, Any]:
-    """Run a job, and kill its trainer so many times; returns what it had at its end."""
+    """Run a job, and kill its trainer that often; returns what it had at its end."""
     kubectl("apply", "-f", "-", text=yaml.safe_dump(job(name, folder, kills and PAUSE_S)))
     label = f"persia_job={name},persia_role=nn-worker"
     words = ("get", "pods", "-n", NAMESPACE, "-l", label, "-o", "name")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from persia._cli import checks
 from persia._k8s.forward import doctor_of_job, forwarded, processes_of, top_of_job
 from persia._k8s.render import render
 from persia._k8s.spec import read_job
@@ -117,16 +116,15 @@ def test_what_kubectl_says_is_the_error(cluster: StandIn, monkeypatch: Monkey) -
     cluster.secret["metadata"]["name"] = "another"
     cluster.write()
     with pytest.raises(ConfigError, match=r'kubectl get: .*secrets "adult-income-keys"'):
-        doctor_of_job(JOB, OPTIONS, None, None)
+        doctor_of_job(JOB, OPTIONS, None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="expected kubectl in PATH"):
-        doctor_of_job(JOB, OPTIONS, None, None)
+        doctor_of_job(JOB, OPTIONS, None)
 
 
 def test_doctor_compares_servers_that_it_reaches_with_the_job_s_keys(
     cluster: StandIn, keys: Path, tmp_path: Path, monkeypatch: Monkey
 ) -> None:
-    monkeypatch.setattr(checks, "_check_torch", lambda: checks.ok("torch", "not asked"))
     monkeypatch.chdir(tmp_path)
     for name, pod in cluster.pods.items():
         is_there = name.endswith(("embedding-ps-0", "embedding-worker-0"))
@@ -145,7 +143,7 @@ def test_doctor_compares_servers_that_it_reaches_with_the_job_s_keys(
             host, _, local = job.addresses[role][0].rpartition(":")
             cluster.ports[f"{name}:{port}"] = (host, int(local))
         cluster.write()
-        report = doctor_of_job(JOB, OPTIONS, here, None)
+        report = doctor_of_job(JOB, OPTIONS, here)
         found = {(one.check, one.status, one.text) for one in report.findings}
         running = sorted(text for check, _, text in found if check == "versions")
         assert len(running) == 2, found
@@ -153,7 +151,7 @@ def test_doctor_compares_servers_that_it_reaches_with_the_job_s_keys(
         errors = [(check, text) for check, status, text in found if status == "error"]
         assert errors == [("pods", "adult-income-nn-worker-1 is Pending")]
         here.write_text(yaml.safe_dump(slots(4), sort_keys=False), encoding="utf-8")
-        report = doctor_of_job(JOB, OPTIONS, here, None)
+        report = doctor_of_job(JOB, OPTIONS, here)
         texts = [one.text for one in report.findings if one.check == "versions"]
         assert all("has another embedding config" in text for text in texts), texts
         assert len(texts) == 2

@@ -100,7 +100,9 @@ def test_objects_are_created_together_but_keys_before_them() -> None:
     actions = reconcile(job, Children(), datetime.now(timezone.utc))
     groups = list(_together(actions))
     assert [one for several in groups for one in several] == actions
-    assert max(len(several) for several in groups) == _AT_ONCE
+    assert max(len(several) for several in groups) == 12  # all that it takes, but its keys
+    many = [Create({})] * (2 * _AT_ONCE + 1)
+    assert [len(several) for several in _together(many)] == [_AT_ONCE, _AT_ONCE, 1]
     kinds = [{type(one) for one in several} for several in groups]
     assert all(len(found) == 1 for found in kinds)
     assert kinds.index({CreateKeys}) < kinds.index({Create})
@@ -143,11 +145,13 @@ def test_a_job_that_changes_while_it_is_reconciled_is_looked_at_once_more() -> N
             return False
 
         operator.step = step  # type: ignore[method-assign]
-        workers = [asyncio.create_task(operator.work()) for _ in range(3)]
+        queues = (operator._new, *[operator._others] * 2)
+        workers = [asyncio.create_task(operator.work(queue)) for queue in queues]
         await begun.wait()
         for number in range(3):
             operator.cache.note({**cluster.job, "status": {"restarts": number}})
-        assert operator._queue.empty()  # the worker that has it sees to it
+        assert operator._new.empty()  # the worker that has it sees to it
+        assert operator._others.empty()
         assert len(steps) == 1
         go.set()
         await asyncio.wait_for(done.wait(), 20)
@@ -159,7 +163,7 @@ def test_a_job_that_changes_while_it_is_reconciled_is_looked_at_once_more() -> N
     asyncio.run(play())
 
 
-def test_jobs_that_run_are_looked_at_before_new_ones() -> None:
+def test_jobs_that_run_do_not_wait_for_new_ones() -> None:
     async def play() -> None:
         cluster = Cluster()
         operator = Operator(cluster.api, Settings(), KINDS)
@@ -169,8 +173,26 @@ def test_jobs_that_run_are_looked_at_before_new_ones() -> None:
             cluster.api.put(one)
         cluster.job["status"] = {"phase": "Running"}
         await operator.list_all()
-        order = [operator._queue.get_nowait()[-1][1] for _ in range(51)]
-        assert order == ["adult-income", *(f"new-{number}" for number in range(50))]
+        begun, seen = asyncio.Event(), asyncio.Event()
+
+        async def step(key: Any) -> bool:
+            if key[1] == "adult-income":
+                seen.set()
+                return False
+            begun.set()
+            await asyncio.sleep(60)  # creates its objects
+            return True
+
+        operator.step = step  # type: ignore[method-assign]
+        workers = [
+            asyncio.create_task(operator.work(queue))
+            for queue in (operator._new, operator._others)
+        ]
+        await asyncio.wait_for(begun.wait(), 20)
+        await asyncio.wait_for(seen.wait(), 20)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
     asyncio.run(play())
 
