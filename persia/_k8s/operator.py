@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import kopf
 
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 Key = tuple[str, str]  # of a job: its namespace and name
 Object = Mapping[str, Any]
+_Name = TypeVar("_Name", Key, str)  # of a job, or the uid of a child
 
 _SWEEP_S, _LIST_S = 15.0, 300.0
 _NUM_WORKERS = 4
@@ -248,16 +249,18 @@ class Operator:
         self._changing: set[Key] = set()  # whose pods have changed a moment ago
         self._busy: set[Key] = set()  # with workers
         self._again: set[Key] = set()  # of those, what has changed meanwhile
+        self._noted: set[str] = set()  # uids of what was noted since the last list began
 
     # --- the cache ---------------------------------------------------------------------
 
     def note(self, found: Object, *, is_deleted: bool = False) -> None:
         """Note how an object is, or was when it was deleted, and queue its job."""
         meta = found["metadata"]
+        self._noted.add(meta["uid"])
         if found["kind"] == KIND:
             key = (meta["namespace"], meta["name"])
             if is_deleted:
-                self._jobs.pop(key, None)
+                self._forget(key)
             elif not _is_older(found, self._jobs.get(key)):
                 self._jobs[key] = kept(found)
         else:
@@ -281,8 +284,17 @@ class Operator:
             self._queued.add(key)
             self._queue.put_nowait(key)
 
+    def _forget(self, key: Key) -> None:
+        """Drop what is remembered of a job that is gone: one of its name is another job."""
+        for memory in (self._jobs, self._refused, self._warned, self._asked):
+            memory.pop(key, None)
+
     async def list_all(self) -> None:
-        """Replace the cache by what the API has now, and queue every job."""
+        """Replace the cache by what the API has now, and queue every job.
+
+        A list takes a while. What was noted since it began may be newer, and then stays.
+        """
+        self._noted.clear()
         jobs: dict[Key, Object] = {}
         children: defaultdict[Key, dict[str, Object]] = defaultdict(dict)
         for namespace in self._namespaces:
@@ -295,9 +307,30 @@ class Operator:
                     meta = one["metadata"]
                     key = (meta["namespace"], meta["labels"][JOB_LABEL])
                     children[key][meta["uid"]] = kept(one)
-        self._jobs, self._children = jobs, children
+        for key in self._children.keys() | children.keys():
+            children[key] = self._merged(children[key], self._children[key])
+        jobs = self._merged(jobs, self._jobs)
+        for key in self._jobs.keys() - jobs.keys():
+            self._forget(key)
+        self._jobs = jobs
+        self._children = defaultdict(dict, {key: one for key, one in children.items() if one})
         for key in jobs:
             self.queue(key)
+
+    def _merged(
+        self, listed: Mapping[_Name, Object], cached: Mapping[_Name, Object]
+    ) -> dict[_Name, Object]:
+        """Return what a list has found, or what was noted since the list began."""
+        found = {
+            name: one
+            for name, one in listed.items()
+            if one["metadata"]["uid"] not in self._noted or name in cached  # else it is gone
+        }
+        for name, one in cached.items():
+            is_noted = one["metadata"]["uid"] in self._noted
+            if is_noted and not _is_older(one, listed.get(name)):
+                found[name] = one
+        return found
 
     # --- the work ------------------------------------------------------------------------
 
@@ -305,16 +338,18 @@ class Operator:
         """Reconcile a job once; returns whether there was anything to do."""
         job = self._jobs.get(key)
         if job is None:
-            for memory in (self._children, self._refused, self._warned, self._asked):
-                memory.pop(key, None)
             return False
         own = list(self._children[key].values())
         pods = [one for one in own if one["kind"] == "Pod"]
         objects = [one for one in own if one["kind"] != "Pod"]
-        await self._ask_why(key, job, objects, pods)
-        children = Children(objects, pods, {**self._refused[key], **self._warned[key]})
-        actions = reconcile(job, children, datetime.now(timezone.utc), self._settings)
-        self._refused[key] = await carry_out(_Noting(self._api, self), job, actions)
+        try:
+            await self._ask_why(key, job, objects, pods)
+            children = Children(objects, pods, {**self._refused[key], **self._warned[key]})
+            actions = reconcile(job, children, datetime.now(timezone.utc), self._settings)
+            self._refused[key] = await carry_out(_Noting(self._api, self), job, actions)
+        finally:
+            if key not in self._jobs:  # deleted meanwhile
+                self._forget(key)
         return bool(actions)
 
     async def _ask_why(

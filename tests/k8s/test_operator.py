@@ -64,6 +64,85 @@ def test_a_late_event_does_not_undo_a_newer_one() -> None:
     asyncio.run(play())
 
 
+def test_a_list_does_not_undo_what_is_noted_while_it_is_read() -> None:
+    """Its jobs are of its begin, and children come in parts after them."""
+
+    async def play() -> None:
+        cluster = Cluster(maxRestarts=3)
+        operator = Operator(cluster.api, Settings(), KINDS)
+        await operator.list_all()
+        await operator.settle()
+
+        async def restart() -> None:
+            """Have a trainer fail and the operator start all again, with every event."""
+            name = "adult-income-nn-worker-0"
+            cluster.end(name, "Failed", "BackoffLimitExceeded")
+            operator.note(cluster.api.of("Job")[name])
+            for _ in range(6):
+                await operator.settle()
+                before = dict(cluster.api.objects)
+                cluster.api.collect()
+                for key in before.keys() - cluster.api.objects.keys():
+                    operator.note(before[key], is_deleted=True)
+
+        is_begun = False
+
+        async def each(*of: Any, **query: str) -> Any:
+            nonlocal is_begun
+            listed = [one async for one in plain(*of, **query)]
+            if not is_begun:  # by now the jobs are listed, and children of the first kind
+                is_begun = True
+                await restart()
+            for one in listed:
+                yield one
+
+        plain = cluster.api.each
+        cluster.api.each = each  # type: ignore[method-assign,assignment]
+        await operator.list_all()
+        assert cluster.status["restarts"] == 1
+        running, before = cluster.api.of("Job"), list(cluster.api.writes)
+        assert len(running) == 7
+        await operator.settle()
+        assert cluster.api.writes == before
+        assert cluster.api.of("Job") == running
+
+    asyncio.run(play())
+
+
+def test_nothing_is_remembered_of_a_job_that_is_gone() -> None:
+    key = ("default", "adult-income")
+
+    async def play(how: str) -> None:
+        cluster = Cluster()
+        operator = Operator(cluster.api, Settings(), KINDS)
+        cluster.api.refuses["NetworkPolicy"] = (422, "invalid")
+        await operator.list_all()
+        await operator.step(key)
+        assert operator._refused[key]
+        assert operator._asked.keys() | operator._warned.keys() == {key}
+        job = cluster.job
+        if how == "while it is reconciled":
+
+            async def create(found: Any) -> Any:
+                operator.note(job, is_deleted=True)
+                raise ApiError("NotFound", 404)
+
+            cluster.api.create = create  # type: ignore[method-assign]
+            await operator.step(key)
+        job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        cluster.api.collect()
+        if how == "by an event":
+            operator.note(job, is_deleted=True)
+        await operator.list_all()
+        for memory in (operator._jobs, operator._children, operator._refused):
+            assert not memory, how
+        assert not operator._warned, how
+        assert not operator._asked, how
+
+    for how in ("by an event", "by a list", "while it is reconciled"):
+        asyncio.run(play(how))
+
+
 def test_of_children_only_what_is_read_is_kept() -> None:
     """With ten thousand pods the rest of them would be most of the operator's memory."""
     cluster = Cluster()
