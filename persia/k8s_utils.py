@@ -76,6 +76,10 @@ def _images(server_image: str | None, nn_worker_image: str | None) -> dict[str, 
 )
 @click.option("--server-image", help="Image of roles without torch that name none.")
 @click.option("--nn-worker-image", help="Image of nn-workers that name none.")
+@click.option(
+    "--run-id",
+    help="PERSIA_RUN_ID of the job; if not given, native has a new one each time.",
+)
 def render_command(
     filename: Path,
     engine: str | None,
@@ -83,6 +87,7 @@ def render_command(
     keys: Path | None,
     server_image: str | None,
     nn_worker_image: str | None,
+    run_id: str | None,
 ) -> None:
     """Write the objects of a PersiaJob, for `| kubectl apply -f -`.
 
@@ -95,6 +100,7 @@ def render_command(
             kubernetes=_version(kubernetes),
             keys=keys,
             images=_images(server_image, nn_worker_image),
+            run_id=run_id,
         )
     except ConfigError as error:
         raise Refused(str(error)) from error
