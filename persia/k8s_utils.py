@@ -172,16 +172,20 @@ def operator(
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with the token that callers must show; needed unless --host is loopback.",
+    help="File with the token that callers must show; without it, on loopback, one is made "
+    "and printed.",
 )
 def server(host: str, port: int, token_file: Path | None) -> None:
     """Serve the routes of the original's scheduler: apply, delete and list jobs over HTTP."""
     _need("kopf", "aiohttp", "starlette", "uvicorn")
-    from persia._k8s.server import run_server
+    from persia._k8s.server import find_token, run_server
 
     set_up_logging("persia-server")
     try:
-        run_server(host, port, token_file)
+        token = find_token(host, token_file)
+        if token_file is None:
+            click.echo(f"Authorization: Bearer {token}")
+        run_server(host, port, token)
     except ConfigError as error:
         raise Refused(str(error)) from error
 
