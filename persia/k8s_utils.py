@@ -79,6 +79,10 @@ def _images(server_image: str | None, nn_worker_image: str | None) -> dict[str, 
 )
 @click.option("--server-image", help="Image of roles without torch that name none.")
 @click.option("--nn-worker-image", help="Image of nn-workers that name none.")
+@click.option(
+    "--run-id",
+    help="PERSIA_RUN_ID of the job; if not given, native has a new one each time.",
+)
 def render_command(
     filename: Path,
     engine: str | None,
@@ -86,6 +90,7 @@ def render_command(
     keys: Path | None,
     server_image: str | None,
     nn_worker_image: str | None,
+    run_id: str | None,
 ) -> None:
     """Write the objects of a PersiaJob, for `| kubectl apply -f -`.
 
@@ -98,6 +103,7 @@ def render_command(
             kubernetes=_version(kubernetes),
             keys=keys,
             images=_images(server_image, nn_worker_image),
+            run_id=run_id,
         )
     except ConfigError as error:
         raise Refused(str(error)) from error
@@ -169,16 +175,20 @@ def operator(
 @click.option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with the token that callers must show; needed unless --host is loopback.",
+    help="File with the token that callers must show; without it, on loopback, one is made "
+    "and printed.",
 )
 def server(host: str, port: int, token_file: Path | None) -> None:
     """Serve the routes of the original's scheduler: apply, delete and list jobs over HTTP."""
     _need("kopf", "aiohttp", "starlette", "uvicorn")
-    from persia._k8s.server import run_server
+    from persia._k8s.server import find_token, run_server
 
     set_up_logging("persia-server")
     try:
-        run_server(host, port, token_file)
+        token = find_token(host, token_file)
+        if token_file is None:
+            click.echo(f"Authorization: Bearer {token}")
+        run_server(host, port, token)
     except ConfigError as error:
         raise Refused(str(error)) from error
 

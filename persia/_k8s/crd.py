@@ -32,6 +32,7 @@ _STATUS: dict[str, Any] = {
         "message": {"type": "string", "description": "What it waits for, or failed of."},
         "observedGeneration": {"type": "integer", "format": "int64"},
         "restarts": {**_COUNT, "description": "How often the whole job was started again."},
+        "suspensions": {**_COUNT, "description": "How often the job was suspended."},
         "startTime": _TIME,
         "completionTime": _TIME,
         "replicaStatuses": {

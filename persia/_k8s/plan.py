@@ -99,17 +99,25 @@ class Engine:
     domain: str  # the headless Service that a pod is in
     trainer: str = TRAINER.short  # what nn-workers are called in names
     spare: int = 0  # characters that the engine adds to a host's name, for the pod's
+    starts: Mapping[str, str] = field(default_factory=dict)  # variables that tell starts apart
 
     def role_name(self, kind: RoleKind) -> str:
         return self.trainer if kind is TRAINER else kind.short
 
 
+_SPARE = len("-abcde")
+# Annotations of its pods: a JobSet that is created again, or starts all of its Jobs again, has
+# the same specs for them.
+_OF_JOB_SET = {
+    "JOBSET_UID": "jobset.sigs.k8s.io/jobset-uid",
+    "JOBSET_RESTART": "jobset.sigs.k8s.io/restart-attempt",
+}
 ENGINES = {
     one.name: one
     for one in (
         Engine("native", "{job}-{role}-{n}", "{job}-{role}"),
-        Engine("jobset", "{job}-{role}-0-{n}", "{job}", spare=len("-abcde")),
-        Engine("trainjob", "{job}-{role}-0-{n}", "{job}", trainer="node", spare=len("-abcde")),
+        Engine("jobset", "{job}-{role}-0-{n}", "{job}", spare=_SPARE, starts=_OF_JOB_SET),
+        Engine("trainjob", "{job}-{role}-0-{n}", "{job}", "node", _SPARE, _OF_JOB_SET),
     )
 }
 
@@ -156,7 +164,7 @@ class Owner:
     """The PersiaJob in a cluster whose children the objects are."""
 
     uid: str
-    attempt: int = 0  # how often it was started again
+    attempt: int = 0  # how often it was stopped, to be started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +203,7 @@ def plan_job(
     keys_secret: str | None = None,
     owner: Owner | None = None,
     images: Mapping[str, str] | None = None,
+    run_id: str | None = None,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -204,6 +213,7 @@ def plan_job(
         keys_secret: Secret with keys for jobs that name none.
         owner: The PersiaJob in a cluster, if it is one.
         images: By role, those of roles that name none.
+        run_id: Name of its run; made of its own and its owner's if not given.
 
     Raises:
         ConfigError: If its name is too long for those of its pods.
@@ -213,14 +223,17 @@ def plan_job(
     roles = tuple(_roles(job, found, images or {}))
     _check_names(job, found, roles)
     # Another job of this name, or another start of it, is another run.
-    run_id = job.name
-    if owner is not None:
-        run_id += f"-{owner.uid[:8]}-{owner.attempt}"
+    if run_id is None:
+        run_id = job.name if owner is None else f"{job.name}-{owner.uid[:8]}-{owner.attempt}"
+    run_id = "-".join((run_id, *(f"$({name})" for name in found.starts)))
     shared = _variables(job, roles, keys_secret, run_id)
     return Plan(
         job=job,
         engine=found,
-        roles=tuple(replace(role, env=_environment(job, role, shared)) for role in roles),
+        roles=tuple(
+            replace(role, env=(*_of_pod(found.starts), *_environment(job, role, shared)))
+            for role in roles
+        ),
         keys_secret=keys_secret,
         owner=owner,
         spec_hash=spec_hash(job.spec),
@@ -281,6 +294,13 @@ def _variables(
             hosts = role.host_of(f"{{0..{role.replicas - 1}}}")
             found[role.kind.variable] = f"{hosts}.{role.domain}:{role.kind.port}"
     return found
+
+
+def _of_pod(annotations: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
+    """Yield variables that are annotations of the pod; others can name those before them."""
+    for name, key in annotations.items():
+        path = f"metadata.annotations['{key}']"
+        yield {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _environment(

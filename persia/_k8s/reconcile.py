@@ -11,10 +11,11 @@ are none leads to the same objects from wherever it was interrupted.
        |  '------restart---------+--a Job fails--> Failed
     Suspended
 
-A start of a job is an attempt: its number is the status' ``restarts``, and a label of the Jobs.
-The status is written before Jobs of the old attempt are deleted, so that one failure is counted
-once. The operator's writes of a status carry the version that was read: one made from an older
-job is refused.
+A start of a job is an attempt: its number is the sum of the status' ``restarts`` and
+``suspensions``, and a label of the Jobs. The status is written before Jobs of the old attempt
+are deleted, so that one failure is counted once, and no start goes on with Jobs of another. The
+operator's writes of a status carry the version that was read: one made from an older job is
+refused.
 """
 
 from __future__ import annotations
@@ -133,13 +134,17 @@ def reconcile(
 def _plan(job: Object, settings: Settings) -> Plan:
     """Return the plan of the job's current start; ConfigError if its spec cannot be used."""
     parsed = read_job({key: job[key] for key in ("apiVersion", "kind", "metadata", "spec")})
-    owner = Owner(job["metadata"]["uid"], (job.get("status") or {}).get("restarts", 0))
+    owner = Owner(job["metadata"]["uid"], _attempt_of(job.get("status") or {}))
     return plan_job(
         parsed,
         keys_secret=f"{parsed.name}-keys-{owner.uid[:8]}",
         owner=owner,
         images=settings.images,
     )
+
+
+def _attempt_of(status: Object) -> int:
+    return int(status.get("restarts", 0) + status.get("suspensions", 0))
 
 
 def _written(
@@ -215,7 +220,7 @@ def _counted_after_end(
 
     What has been deleted by now keeps the counts that it had.
     """
-    runs = _current(job, children.objects, status.get("restarts", 0))
+    runs = _current(job, children.objects, _attempt_of(status))
     try:
         counts = _counts(_plan(job, Settings()), children, runs)
     except ConfigError:  # the spec has changed since
@@ -248,8 +253,8 @@ class _Step:
             "phase": "Pending",
             "message": "",
             "startTime": now.strftime(_TIME),
+            "restarts": 0,
             **(job.get("status") or {}),
-            "restarts": self._attempt,
             "replicaStatuses": _counts(plan, children, self._current),
         }
 
@@ -271,17 +276,22 @@ class _Step:
         return _written(self._job, status, [accepted, *changed], self._now)
 
     def _suspended(self) -> list[Action]:
-        found: list[Action] = [Delete(one) for one in self._runs if not _is_going(one)]
         left = f"{len(self._runs)} Jobs are being deleted" if self._runs else ""
         suspended = condition("Suspended", True, "Suspended", "")
+        if (self._job.get("status") or {}).get("phase", "Suspended") != "Suspended":
+            # Alone: from then on the Jobs are those of an attempt that is over.
+            self._status["suspensions"] = self._status.get("suspensions", 0) + 1
+            return self._write("Suspended", left, suspended)
+        found: list[Action] = [Delete(one) for one in self._runs if not _is_going(one)]
         return [*found, *self._write("Suspended", left, suspended)]
 
     def _failed(self, run: Object) -> list[Action]:
         reason, message = failure(run, self._children.pods)
+        restarts = self._status["restarts"]
         # A JobSet restarts its Jobs by itself, as often.
-        if self._plan.engine.name == "native" and self._attempt < self._spec.maxRestarts:
+        if self._plan.engine.name == "native" and restarts < self._spec.maxRestarts:
             # Alone: what follows is decided by the status as it is then.
-            self._status["restarts"] = self._attempt + 1
+            self._status["restarts"] = restarts + 1
             note = Note("Restarting", f"start {self._attempt + 2}: {message}")
             return [Emit(note), *self._write("Pending", f"restarted after {message}")]
         self._status["completionTime"] = self._now.strftime(_TIME)

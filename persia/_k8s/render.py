@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def render(
     kubernetes: tuple[int, int] = (1, 21),
     keys: Path | None = None,
     images: Mapping[str, str] | None = None,
+    run_id: str | None = None,
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Return the plan of a job and the objects to apply.
 
@@ -39,13 +41,17 @@ def render(
         kubernetes: Version of the cluster; budgets of disruption had another before 1.21.
         keys: Folder of ``persia-launcher keys``, of which a Secret is made.
         images: By role, those of roles that name none.
+        run_id: Name of the run. If not given it is the job's, and for ``native``, where
+            nothing in the cluster tells one start from the next, another one for each call.
 
     Raises:
         ConfigError: If the job cannot be planned, or a key cannot be read.
     """
     files = {} if keys is None else _read_keys(keys)
     name = f"{job.name}-keys" if files else None
-    plan = plan_job(job, engine, keys_secret=name, images=images)
+    if run_id is None and (engine or job.spec.engine) == "native":
+        run_id = f"{job.name}-{secrets.token_hex(4)}"
+    plan = plan_job(job, engine, keys_secret=name, images=images, run_id=run_id)
     found = WRITERS[plan.engine.name](plan, kubernetes)
     if files and plan.keys_secret == name:
         found.insert(0, keys_secret(plan, files))

@@ -15,11 +15,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -136,12 +138,13 @@ ROUTES: tuple[tuple[str, str, Action, Callable[[object], Arguments]], ...] = (
 )
 
 
-def make_app(connect: Callable[[], Any], token: str | None) -> Starlette:
+def make_app(connect: Callable[[], Any], token: str, *, is_local: bool = False) -> Starlette:
     """Return the application.
 
     Args:
         connect: Returns the API as an asynchronous context manager.
-        token: What callers must show as ``Authorization: Bearer``; None: nothing.
+        token: What callers must show as ``Authorization: Bearer``.
+        is_local: Whether it listens on loopback, and so is called by no name of another host.
     """
 
     @asynccontextmanager
@@ -150,24 +153,35 @@ def make_app(connect: Callable[[], Any], token: str | None) -> Starlette:
             app.state.api = await stack.enter_async_context(connect())
             yield
 
+    def refusal(request: Request) -> Response | None:
+        if is_local and not _is_loopback(_host_of(request)):
+            body = {"error": "expected localhost or an address of loopback as Host"}
+            return JSONResponse(body, HTTPStatus.MISDIRECTED_REQUEST)
+        shown = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(shown, f"Bearer {token}".encode()):
+            body = {"error": "expected Authorization: Bearer and the server's token"}
+            return JSONResponse(body, HTTPStatus.UNAUTHORIZED)
+        return None
+
     routes = []
     for method, path, action, old_body in ROUTES:
-        routes.append(Route(path, _endpoint(action, token, path, old_body), methods=[method]))
-        routes.append(Route(f"/v1{path}", _endpoint(action, token), methods=[method]))
+        old = _endpoint(action, refusal, path, old_body)
+        routes.append(Route(path, old, methods=[method]))
+        routes.append(Route(f"/v1{path}", _endpoint(action, refusal), methods=[method]))
     return Starlette(routes=routes, lifespan=lifespan)
 
 
 def _endpoint(
     action: Action,
-    token: str | None,
+    refusal: Callable[[Request], Response | None],
     old_path: str | None = None,
     old_body: Callable[[object], Arguments] | None = None,
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        # Both kinds of routes refuse with 401: the original asked for no token.
-        if not _may_ask(request, token):
-            body = {"error": "expected Authorization: Bearer and the server's token"}
-            return JSONResponse(body, HTTPStatus.UNAUTHORIZED)
+        # Both kinds of routes refuse by a status: the original asked for no token.
+        refused = refusal(request)
+        if refused is not None:
+            return refused
         try:
             found = await action(request.app.state.api, await _arguments(request))
         except (ConfigError, ApiError) as exc:
@@ -192,9 +206,11 @@ def _status_of(error: Exception) -> int:
     return status if is_passed_on else _BAD_GATEWAY
 
 
-def _may_ask(request: Request, token: str | None) -> bool:
-    shown = request.headers.get("authorization", "").encode()
-    return token is None or hmac.compare_digest(shown, f"Bearer {token}".encode())
+def _host_of(request: Request) -> str:
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        return ""
 
 
 async def _arguments(request: Request) -> Arguments:
@@ -205,6 +221,10 @@ async def _arguments(request: Request) -> Arguments:
         if len(content) > _MAX_BODY:
             raise ConfigError(f"expected a body of at most {_MAX_BODY} bytes")
     if content:
+        # Of the kinds that a page of another site can send, this is none.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ConfigError(f"expected Content-Type: application/json, got {kind!r:.80}")
         try:
             body = json.loads(content)
         except (ValueError, RecursionError) as exc:
@@ -215,25 +235,31 @@ async def _arguments(request: Request) -> Arguments:
     return found
 
 
-def run_server(host: str, port: int, token_file: Path | None) -> None:
-    """Serve until a signal comes.
+def find_token(host: str, token_file: Path | None) -> str:
+    """Return the token of a file, or a new one where only this host can ask.
 
     Raises:
-        ConfigError: If others than this host can ask and there is no token.
+        ConfigError: If the file has none, or others can ask and there is no file.
     """
-    token = None
-    if token_file is not None:
-        try:
-            token = token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeError) as exc:
-            raise ConfigError(f"--token-file: cannot read {token_file}: {exc}") from exc
-        if not token or not token.isascii():
-            raise ConfigError(f"--token-file: expected a token of ASCII in {token_file}")
-    elif not _is_loopback(host):
-        raise ConfigError(
-            f"--host {host}: expected --token-file where others than this host can ask"
-        )
-    uvicorn.run(make_app(KubernetesApi, token), host=host, port=port, log_level="warning")
+    if token_file is None:
+        if not _is_loopback(host):
+            raise ConfigError(
+                f"--host {host}: expected --token-file where others than this host can ask"
+            )
+        return secrets.token_urlsafe(24)
+    try:
+        token = token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError) as exc:
+        raise ConfigError(f"--token-file: cannot read {token_file}: {exc}") from exc
+    if not token or not token.isascii():
+        raise ConfigError(f"--token-file: expected a token of ASCII in {token_file}")
+    return token
+
+
+def run_server(host: str, port: int, token: str) -> None:
+    """Serve until a signal comes."""
+    app = make_app(KubernetesApi, token, is_local=_is_loopback(host))
+    uvicorn.run(app, host=host, port=port, log_level="warning")
 
 
 def _is_loopback(host: str) -> bool:

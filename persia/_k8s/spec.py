@@ -139,7 +139,10 @@ class JobSpec(Section):
     logLevel: str = field(default="info", metadata=_doc("Level of the log."))
     restartPolicy: Literal["Always", "OnFailure", "Never"] = field(
         default="OnFailure",
-        metadata=_doc("Never: no role is started again. Trainers are not, by any of these."),
+        metadata=_doc(
+            "Never: no role is started again. Else what fails is, but trainers only if "
+            "PERSIA_RESUME_FROM is set."
+        ),
     )
     imagePullPolicy: Literal["Always", "IfNotPresent", "Never"] | None = field(
         default=None, metadata=_doc("When images are pulled; else as Kubernetes does.")

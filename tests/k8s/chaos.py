@@ -161,6 +161,8 @@ class Chaos:
             longest_s = max(longest_s, self.wait(f"training goes on: {what}", goes_on, GO_ON_S))
             self._pause.wait(self._dice.uniform(0, PAUSE_S))
         print(f"{self.counts.total()} faults {dict(self.counts)}, {longest_s:.0f} s at most")
+        if not any(number for what, number in self.counts.items() if what.endswith("killed")):
+            sys.exit("no container was killed: the faults that were done prove too little")
 
     # --- faults ------------------------------------------------------------------------------
 

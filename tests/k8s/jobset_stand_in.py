@@ -53,6 +53,7 @@ class JobSetStandIn:
         # "suspend suspends all running child Jobs when set to true."
         self._set("Suspended", spec.get("suspend", False))
         for name, job in self._wanted().items():
+            self._mark(job)
             if name not in self._api.of("Job"):
                 self._api.put(job)
             self._api.of("Job")[name]["spec"]["suspend"] = spec.get("suspend", False)
@@ -93,6 +94,20 @@ class JobSetStandIn:
                     "spec": {"completionMode": "Indexed", **template["spec"]},
                 }
         return found
+
+    def _mark(self, job: dict[str, Any]) -> None:
+        """Set what tells one start from another: "JobSet sets the following labels on both the
+        jobs and pods: ... `jobset.sigs.k8s.io/jobset-uid`: `.metadata.uid`", and "RestartsKey
+        is an annotation and label key which defines the restart attempt number". All of its
+        labels are annotations, too.
+        """
+        marks = {
+            "jobset.sigs.k8s.io/jobset-uid": self.job_set["metadata"]["uid"],
+            "jobset.sigs.k8s.io/restart-attempt": str(self.status.get("restarts", 0)),
+        }
+        for meta in (job["metadata"], job["spec"]["template"]["metadata"]):
+            for key in ("labels", "annotations"):
+                meta[key] = {**meta.get(key, {}), **marks}
 
     def _publish(self) -> None:
         """Create the headless Service: "with name `spec.network.subdomain` which defaults to

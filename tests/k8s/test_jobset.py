@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,29 @@ def started(**spec: Any) -> tuple[Cluster, JobSetStandIn]:
     return cluster, controller
 
 
+def run_ids(controller: JobSetStandIn) -> set[str]:
+    """Return what processes read as the name of their run."""
+    found = set()
+    for job in controller.jobs().values():
+        template = job["spec"]["template"]
+        values: dict[str, str] = {}
+        for one in template["spec"]["containers"][0]["env"]:
+            text = one.get("value", "")
+            if "valueFrom" in one:
+                path = one["valueFrom"]["fieldRef"]["fieldPath"]
+                key = path.removeprefix("metadata.annotations['").removesuffix("']")
+                text = template["metadata"]["annotations"][key]
+            # A variable that is not before it stays as it is written.
+            names = re.findall(r"\$\((\w+)\)", text)
+            for name in set(names) & values.keys():
+                text = text.replace(f"$({name})", values[name])
+            values[one["name"]] = text
+        assert "$(" not in values[env.run_id.name]
+        found.add(values[env.run_id.name])
+    assert len(found) == 1  # every process of a start
+    return found
+
+
 def end(controller: JobSetStandIn, how: str, *names: str) -> None:
     for name in names:
         controller.jobs()[f"adult-income-{name}-0"]["status"] = {
@@ -111,8 +135,10 @@ def test_the_job_has_succeeded_when_trainers_have_though_servers_run() -> None:
 
 def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed() -> None:
     cluster, controller = started(maxRestarts=2)
+    runs: set[str] = set()
     for restart in (1, 2):
         before = {one["metadata"]["uid"] for one in controller.jobs().values()}
+        runs |= run_ids(controller)
         end(controller, "Failed", "embedding-ps")
         assert not controller.jobs()
         controller.step()
@@ -120,6 +146,7 @@ def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed
         assert not before & {one["metadata"]["uid"] for one in controller.jobs().values()}
         cluster.settle()
         assert cluster.status["phase"] != "Failed"
+    assert len(runs | run_ids(controller)) == 3
     end(controller, "Failed", "nn-worker")
     cluster.settle()
     assert cluster.status["phase"] == "Failed"
@@ -128,6 +155,7 @@ def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed
 
 def test_a_suspended_job_has_no_job_set_and_one_again_when_it_is_resumed() -> None:
     cluster, controller = started()
+    runs = run_ids(controller)
     cluster.change(suspend=True)
     cluster.settle()
     assert not cluster.api.of("JobSet")
@@ -136,6 +164,19 @@ def test_a_suspended_job_has_no_job_set_and_one_again_when_it_is_resumed() -> No
     cluster.settle()
     controller.step()
     assert len(controller.hosts()) == 7
+    assert len(runs | run_ids(controller)) == 2
+
+
+def test_a_rendered_job_set_that_is_created_again_is_another_run() -> None:
+    runs: set[str] = set()
+    for number in (1, 2):
+        api = MemoryApi()
+        api.put(job_set())
+        api.of("JobSet")["adult-income"]["metadata"]["uid"] = f"uid-{number}"
+        controller = JobSetStandIn(api, "adult-income")
+        controller.step()
+        runs |= run_ids(controller)
+    assert len(runs) == 2
 
 
 def test_a_rendered_job_set_that_is_suspended_waits_for_its_queue() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from persia import env
 from persia._cluster.addresses import split
-from persia._k8s.plan import ENGINES, KINDS, Owner, plan_job, spec_hash
+from persia._k8s.plan import ENGINES, KINDS, Owner, Plan, plan_job, spec_hash
 from persia._k8s.spec import read_job
 from persia.errors import ConfigError
 from tests.k8s.specs import jobs, original
@@ -20,7 +20,16 @@ from tests.support.profiles import tries
 def variables(document: dict[str, Any], engine: str, role: str) -> dict[str, str]:
     plan = plan_job(read_job(document), engine)
     (found,) = (one for one in plan.roles if one.kind.role == role)
-    return {one["name"]: one["value"] for one in found.env}
+    return {one["name"]: one["value"] for one in found.env if "value" in one}
+
+
+def run_ids(plan: Plan) -> set[str]:
+    return {
+        one["value"]
+        for role in plan.roles
+        for one in role.env
+        if one["name"] == env.run_id.name
+    }
 
 
 @pytest.mark.parametrize(
@@ -47,22 +56,17 @@ def test_addresses_are_ranges_of_the_engine_s_names(
 
 def test_each_start_of_each_job_is_a_run_of_its_own() -> None:
     job = read_job(original())
-    owners = None, Owner("0123456789"), Owner("0123456789", 2), Owner("9876543210")
-    runs = [
-        {
-            one["value"]
-            for role in plan_job(job, owner=owner).roles
-            for one in role.env
-            if one["name"] == env.run_id.name
-        }
-        for owner in owners
-    ]
-    assert runs == [
-        {"adult-income"},
+    owners = Owner("0123456789"), Owner("0123456789", 2), Owner("9876543210")
+    assert [run_ids(plan_job(job, owner=owner)) for owner in owners] == [
         {"adult-income-01234567-0"},
         {"adult-income-01234567-2"},
         {"adult-income-98765432-0"},
     ]
+    assert run_ids(plan_job(job, run_id="monday")) == {"monday"}
+    # What a JobSet does by itself its pods know: tests/k8s/test_jobset.py.
+    for engine in ("jobset", "trainjob"):
+        found = run_ids(plan_job(job, engine, run_id="monday"))
+        assert found == {"monday-$(JOBSET_UID)-$(JOBSET_RESTART)"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia import env
 from persia._k8s.reconcile import Children, Create, Delete, WriteStatus, reconcile
 from tests.k8s.cluster import Cluster
 from tests.k8s.memory_api import Killed
@@ -192,14 +193,25 @@ def test_a_new_job_waits_until_the_old_one_of_its_name_is_gone() -> None:
     assert kinds(cluster) == ALL
 
 
+def run_ids(cluster: Cluster) -> set[str]:
+    return {
+        one["value"]
+        for job in cluster.api.of("Job").values()
+        for one in job["spec"]["template"]["spec"]["containers"][0]["env"]
+        if one["name"] == env.run_id.name
+    }
+
+
 def test_a_suspended_job_has_no_jobs_and_resumes_with_what_it_says_then() -> None:
     cluster = Cluster()
     cluster.settle()
+    before = run_ids(cluster)
     cluster.change(suspend=True)
     cluster.settle()
     assert "Job" not in kinds(cluster)
     assert cluster.status["phase"] == "Suspended"
     assert cluster.conditions()["Suspended"] == "True"
+    assert (cluster.status["suspensions"], cluster.status["restarts"]) == (1, 0)
     server = {**cluster.job["spec"]["embeddingParameterServer"], "replicas": 3}
     cluster.change(suspend=False, embeddingParameterServer=server)
     cluster.settle()
@@ -207,6 +219,37 @@ def test_a_suspended_job_has_no_jobs_and_resumes_with_what_it_says_then() -> Non
     (budget,) = cluster.api.of("PodDisruptionBudget").values()
     assert budget["spec"]["minAvailable"] == 5
     assert cluster.conditions()["Suspended"] == "False"
+    # It begins again, so what servers wrote before is not theirs.
+    assert len(before) == len(run_ids(cluster)) == 1
+    assert before != run_ids(cluster)
+
+
+def test_a_job_that_is_resumed_while_it_is_stopped_is_not_half_of_each_start() -> None:
+    cluster = Cluster()
+    cluster.settle()
+    old = {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
+    cluster.change(suspend=True)
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Suspended"
+    cluster.api.kill_at = -(next(cluster.api._calls) + 3)
+    with pytest.raises(Killed):
+        cluster.reconcile()
+    cluster.api.kill_at = None
+    going = [one["metadata"].get("deletionTimestamp") for one in cluster.api.of("Job").values()]
+    assert any(going)
+    assert not all(going)
+    cluster.change(suspend=False)
+    cluster.settle()
+    assert not old & {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
+    assert kinds(cluster) == ALL
+    assert len(run_ids(cluster)) == 1
+
+
+def test_a_job_that_is_created_suspended_has_not_been_stopped() -> None:
+    cluster = Cluster(suspend=True)
+    cluster.settle()
+    assert cluster.status["phase"] == "Suspended"
+    assert "suspensions" not in cluster.status
 
 
 def test_a_change_of_a_running_job_is_said_to_need_a_new_start() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,23 @@ def test_versions_of_kubernetes_are_those_that_are_promised() -> None:
 @given(document=jobs(needs_trainer=True))
 @tries(60)
 def test_any_valid_job_renders_valid_objects(engine: str, document: dict[str, Any]) -> None:
-    plan, objects = render(read_job(document), engine)
+    plan, objects = render(read_job(document), engine, run_id="monday")
     for one in objects:
         check(one)
     names = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len(set(names)) == len(names)
     # The same document is the same objects: applied again it changes nothing.
-    assert render(read_job(document), engine) == (plan, objects)
+    assert render(read_job(document), engine, run_id="monday") == (plan, objects)
+
+
+@pytest.mark.parametrize("engine", WRITERS)
+def test_jobs_that_are_rendered_twice_are_two_runs(engine: str) -> None:
+    """Of a JobSet's pods its uid is part of the run: tests/k8s/test_jobset.py."""
+    texts = [as_yaml(render(read_job(original()), engine)[1]) for _ in range(2)]
+    assert (texts[0] == texts[1]) == (engine != "native")
+    runs = [set(re.findall(r"name: PERSIA_RUN_ID\n *value: (.+)", text)) for text in texts]
+    assert all(len(one) == 1 for one in runs)
+    assert len(set.union(*runs)) == (2 if engine == "native" else 1)
 
 
 @pytest.mark.parametrize("engine", WRITERS)

@@ -13,15 +13,21 @@ import pytest
 pytest.importorskip("kopf")
 pytest.importorskip("httpx")
 
+from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from persia._k8s.server import make_app, run_server
+from persia import k8s_utils
+from persia._k8s import server
+from persia._k8s.server import find_token, make_app
 from persia.errors import ConfigError
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.specs import original
+from tests.support.fixtures import Monkey
 
 OK = {"success": True, "err_msg": ""}
 JOB = {"job_name": "adult", "namespace": "default"}
+BEARER = {"Authorization": "Bearer secret"}
+IS_JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -29,17 +35,18 @@ def api() -> MemoryApi:
     return MemoryApi()
 
 
-def client_of(api: MemoryApi, token: str | None = None) -> TestClient:
+def client_of(api: MemoryApi, *, is_local: bool = False) -> TestClient:
     @asynccontextmanager
     async def connect() -> Any:
         yield api
 
-    return TestClient(make_app(connect, token))
+    return TestClient(make_app(connect, "secret", is_local=is_local))
 
 
 @pytest.fixture
 def client(api: MemoryApi) -> Iterator[TestClient]:
     with client_of(api) as found:
+        found.headers.update(BEARER)
         yield found
 
 
@@ -90,7 +97,9 @@ def test_v1_has_the_statuses_of_http(api: MemoryApi, client: TestClient) -> None
     assert client.get("/v1/listjobs?namespace=other").json() == {"result": []}
     assert client.get("/v1/podstatus?pod_name=none").status_code == 404
     for content in (b"{", b"[]", b"3", b"\xff", b"[" * 100_000):
-        assert client.post("/v1/delete", content=content).status_code == 400
+        found = client.post("/v1/delete", content=content, headers=IS_JSON)
+        assert found.status_code == 400
+        assert "of JSON" in found.json()["error"]
     for name in ("", "../secrets", "a b", 3, "x" * 300, "a=b,c"):
         found = client.post("/v1/delete", json={"job_name": name})
         assert found.status_code == 400
@@ -105,20 +114,64 @@ def test_v1_has_the_statuses_of_http(api: MemoryApi, client: TestClient) -> None
 
 
 def test_a_token_is_asked_for_at_every_route(api: MemoryApi) -> None:
-    with client_of(api, "secret") as client:
+    with client_of(api) as client:
         for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "secret"}):
             assert client.get("/listjobs", headers=headers).status_code == 401
             assert client.post("/v1/delete", json=JOB, headers=headers).status_code == 401
-        headers = {"Authorization": "Bearer secret"}
-        assert client.get("/listjobs", headers=headers).json()["resources"] == []
+        assert client.get("/listjobs", headers=BEARER).json()["resources"] == []
 
 
-def test_others_can_ask_only_with_a_token(tmp_path: Path) -> None:
+def test_a_page_of_a_browser_here_starts_no_job(api: MemoryApi) -> None:
+    """Without asking the server first, a page can send a form or plain text to loopback."""
+    body = json.dumps({"job_identifier": JOB, "spec": original()["spec"]})
+    with client_of(api, is_local=True) as client:
+
+        def post(host: str, kind: str, **headers: str) -> Any:
+            headers |= {"Host": host, "Content-Type": kind}
+            return client.post("/v1/apply", content=body, headers=headers)
+
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            assert post("localhost:8080", kind).status_code == 401
+            found = post("localhost:8080", kind, **BEARER)
+            assert (found.status_code, api.writes) == (400, [])
+            assert "Content-Type: application/json" in found.json()["error"]
+        for host in ("evil.example", "evil.example:8080", "127.0.0.1.evil.example", "[", ""):
+            assert post(host, "application/json", **BEARER).status_code == 421
+        assert not api.writes
+        for host in ("localhost", "127.0.0.1:8080", "[::1]:8080"):
+            assert post(host, "application/json; charset=utf-8", **BEARER).status_code == 200
+    with client_of(api) as client:  # behind names of a cluster
+        headers = {**BEARER, "Host": "persia.example.com"}
+        assert client.get("/v1/listjobs", headers=headers).json() == {"result": ["adult"]}
+
+
+def test_a_token_is_of_a_file_or_new_where_only_this_host_can_ask(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "example.com"):
         with pytest.raises(ConfigError, match="expected --token-file where others than this"):
-            run_server(host, 0, None)
+            find_token(host, None)
+    path = tmp_path / "token"
     with pytest.raises(ConfigError, match="--token-file: cannot read"):
-        run_server("0.0.0.0", 0, tmp_path / "token")
-    (tmp_path / "token").write_text("\n", encoding="utf-8")
+        find_token("127.0.0.1", path)
+    path.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="--token-file: expected a token of ASCII"):
-        run_server("0.0.0.0", 0, tmp_path / "token")
+        find_token("0.0.0.0", path)
+    path.write_text("abc\n", encoding="utf-8")
+    assert find_token("0.0.0.0", path) == "abc"
+    tokens = {find_token(host, None) for host in ("127.0.0.1", "::1", "localhost")}
+    assert len(tokens) == 3
+    assert all(len(one) >= 32 for one in tokens)
+
+
+def test_a_new_token_is_printed_and_that_of_a_file_is_not(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    asked: list[tuple[str, int, str]] = []
+    monkeypatch.setattr(server, "run_server", lambda *given: asked.append(given))
+    ran = CliRunner().invoke(k8s_utils.cli, ["server"])
+    ((host, port, token),) = asked
+    assert (host, port) == ("127.0.0.1", 8080)
+    assert ran.stdout == f"Authorization: Bearer {token}\n"
+    (tmp_path / "token").write_text("abc", encoding="utf-8")
+    words = ["server", "--token-file", str(tmp_path / "token")]
+    assert CliRunner().invoke(k8s_utils.cli, words).stdout == ""
+    assert asked[1] == ("127.0.0.1", 8080, "abc")
