@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from persia import env
+from persia._k8s import operator
 from persia._k8s.reconcile import Children, Create, Delete, WriteStatus, reconcile
 from tests.k8s.cluster import Cluster
 from tests.k8s.memory_api import Killed
@@ -224,7 +225,10 @@ def test_a_suspended_job_has_no_jobs_and_resumes_with_what_it_says_then() -> Non
     assert before != run_ids(cluster)
 
 
-def test_a_job_that_is_resumed_while_it_is_stopped_is_not_half_of_each_start() -> None:
+def test_a_job_that_is_resumed_while_it_is_stopped_is_not_half_of_each_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operator, "_AT_ONCE", 2)  # of seven Jobs that are deleted
     cluster = Cluster()
     cluster.settle()
     old = {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
