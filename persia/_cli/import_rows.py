@@ -56,7 +56,7 @@ def source_of(
     """Open what another program wrote, by the function of ``persia.tables`` for its form.
 
     Raises:
-        ConfigError: The form cannot be told, or an option is missing.
+        ConfigError: The form is not clear, or an option is missing.
         PersiaError: What the function raises.
     """
     form = form or _form_of(path)
