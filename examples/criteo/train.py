@@ -32,8 +32,8 @@ from persia.readers import Columns, CriteoReader
 from persia.utils import ArgumentParser
 
 CONFIG = Path(__file__).parent / "config"
-EMBEDDING_LR = 0.05
-DENSE_LR = 2e-3
+EMBEDDING_LR = 0.1
+DENSE_LR = 3e-3
 CHECKPOINT_INTERVAL = 1000  # batches between two checkpoints
 COLUMNS = Columns(
     [f"C{number}" for number in range(1, 27)],
@@ -77,8 +77,7 @@ def build_ctx(options: Options) -> TrainCtx:
     model = DLRM()
     return TrainCtx(
         model=model,
-        # The recorded numbers are of the original's 0.01, not of torch's 0.
-        embedding_optimizer=Adagrad(lr=EMBEDDING_LR, initial_accumulator_value=0.01),
+        embedding_optimizer=Adagrad(lr=EMBEDDING_LR),
         dense_optimizer=torch.optim.Adam(model.parameters(), lr=DENSE_LR),
         embedding_config=EmbeddingConfig(
             seed=options.seed, schema=CONFIG / "embedding_config.yml"

@@ -82,7 +82,7 @@ class KeptLookups:
 
         Raises:
             UnknownRef: If the lookup is not kept.
-            StoreError: If it had not that table, or not so many signs.
+            StoreError: If that table was not in it, or a place is beyond its signs.
         """
         with self._lock:
             found = self._lookups.get(ref)

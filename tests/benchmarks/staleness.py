@@ -86,13 +86,19 @@ def generated(sizes: list[int], num_dense: int, steps: int, exponent: float, see
     return Log(ids, dense, clicks, steps * BATCH_SIZE)
 
 
-def log_of(name: str, seed: int) -> Log:
-    """Return a log by name; sizes and steps are those of the public data it is named after."""
+def log_of(name: str, seed: int, steps: int | None = None) -> Log:
+    """Return a log by name, of as many steps.
+
+    Sizes, and steps if none are given, are those of the public data it is named after.
+    """
+    if name == "movielens":  # users, films, and what is known of them
+        return generated([6040, 3700, 7, 21, 18, 2], 1, steps or 313, 2.0, seed)
     if name == "avazu":
         sizes = [7, 7, 24, 1000, 800, 20, 700, 300, 25, 5000, 20000, 2000, 5, 4, 900, 8, 9, 300]
-        return generated([*sizes, 4, 60, 150, 50], 1, 80, 3.0, seed)
+        return generated([*sizes, 4, 60, 150, 50], 1, steps or 80, 3.0, seed)
     sizes = [1000, 500, 40000, 20000, 200, 15, 8000, 400, 3, 9000, 4000, 40000, 3000]
-    return generated([*sizes, 26, 6000, 30000, 10, 3000, 1500, 4], 13, 430, 3.0, seed)
+    sizes += [26, 6000, 30000, 10, 3000, 1500, 4]
+    return generated(sizes, 13, steps or 430, 3.0, seed)
 
 
 class DLRM(nn.Module):

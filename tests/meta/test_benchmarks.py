@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.benchmarks.ceiling import EPS, Table, described
+from tests.benchmarks.defaults import Cell, Pair, Results, regrets
 from tests.benchmarks.instructions import compare
 from tests.benchmarks.interleaved import Series, ratio
 from tests.benchmarks.native import compiler
@@ -106,3 +108,26 @@ def test_a_ratio_is_taken_pair_by_pair() -> None:
     own = Series([2.0, 4.0, 20.0, 8.0], [])
     found = ratio(own, Series([1.0, 2.0, 5.0, 4.0], []))
     assert (found.low, found.median, found.high) == (2.0, 2.0, 4.0)
+
+
+def test_what_a_pair_of_optimizers_loses_is_to_the_best_of_each_cell(tmp_path: Any) -> None:
+    cells = [Cell("adult", 128, "mlp"), Cell("avazu", 1024, "dlrm")]
+    pairs = [Pair("Adagrad 0.1", dense) for dense in ("Adam 0.001", "Adam 0.01")]
+    lines = [
+        ["adult 128 mlp, Adagrad 0.1, Adam 0.001, seed 0", 0.5],
+        ["adult 128 mlp, Adagrad 0.1, Adam 0.001, seed 1", 0.75],
+        ["adult 128 mlp, Adagrad 0.1, Adam 0.01, seed 0", 0.875],
+        ["adult 128 mlp, Adagrad 0.1, Adam 0.01, seed 1", 0.875],
+        ["avazu 1024 dlrm, Adagrad 0.1, Adam 0.001, seed 0", 0.75],
+        ["avazu 1024 dlrm, Adagrad 0.1, Adam 0.001, seed 1", 0.75],
+        ["avazu 1024 dlrm, Adagrad 0.1, Adam 0.01, seed 0", 0.5],
+        ["avazu 1024 dlrm, Adagrad 0.1, Adam 0.01, seed 1", 0.5],
+    ]
+    path = tmp_path / "results"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    results = Results(path)
+    results.fill(cells, pairs, 2)  # all is there
+    assert list(regrets(results, cells, pairs, 2)) == [
+        (pairs[0], {cells[0]: 2500.0, cells[1]: 0.0}, 1.5),
+        (pairs[1], {cells[0]: 0.0, cells[1]: 2500.0}, 1.5),
+    ]
