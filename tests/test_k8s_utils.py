@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,19 @@ def test_gencrd_writes_the_resource(tmp_path: Path) -> None:
     status, _, error = invoke("gencrd", "--output", tmp_path / "none" / "crd.yaml")
     assert status == 2
     assert "--output: cannot write" in error
+
+
+@pytest.mark.parametrize("words", [("top", "adult", "--once"), ("doctor", "adult", "--json")])
+def test_a_job_in_a_cluster_is_seen_through_kubectl(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n', encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    status, _, error = invoke(*words, "--namespace", "training")
+    called = "get pods --selector=persia_job=adult --namespace=training --output=json"
+    assert (status, error) == (2, f"kubectl get: {called}\n")
 
 
 def test_rendering_needs_no_library_of_an_operator() -> None:

@@ -50,7 +50,6 @@ def job(name: str, folder: Path, pause_s: float) -> dict[str, Any]:
     items += [{"key": one, "path": one} for one in ("slots.yml", "global.yml")]
     values = {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": "/workspace",
         "PERSIA_RESUME_FROM": f"/checkpoints/{name}",
         "PERSIA_CHECKPOINT_ROOTS": "/checkpoints",
         "STEPS": str(STEPS),
@@ -150,7 +149,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="persia-") as place:
         folder = Path(place)
         folder.chmod(0o777)  # of the pods' user, too
-        (folder / "slots.yml").write_text(yaml.safe_dump(SLOTS), encoding="utf-8")
+        (folder / "slots.yml").write_text(
+            yaml.safe_dump(SLOTS, sort_keys=False), encoding="utf-8"
+        )
         (folder / "global.yml").write_text("{}\n", encoding="utf-8")
         sources = [ROOT / one for one in (*FILES, SCRIPT)]
         sources += [folder / one for one in ("slots.yml", "global.yml")]

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import PersiaBatch
+
+# The folder that tests/ is in: the image has none, and a PYTHONPATH of its own.
+sys.path.append(str(Path(__file__).parents[3]))
+
 from tests.distributed.batches import make_batch
 from tests.distributed.net import make_ctx, rows
 
