@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from persia._build import toolchain
+from persia._build import kernel_library, toolchain
 from persia._build.builders import (
     Builder,
     CompilerBuilder,
@@ -39,6 +39,7 @@ __all__ = [
     "get_cpp_sources_list_from_folder",
     "get_default_cpp_cflags",
     "get_kernels_include",
+    "get_kernels_name",
 ]
 
 if not TYPE_CHECKING:  # where any name would be taken for one
@@ -55,6 +56,23 @@ if not TYPE_CHECKING:  # where any name would be taken for one
 def get_kernels_include() -> str:
     """Return the folder of ``persia_kernels.h``, the interface of kernels in servers."""
     return str(Path(__file__).parent / "include")
+
+
+def get_kernels_name(source: str | Path | Sequence[str | Path], name: str | None = None) -> str:
+    """Compile kernels for servers, load them here, and return how configs name them.
+
+    That is ``native:<name>:<sha256>``, as the ``policy`` of an ``eviction`` that has a scorer,
+    or as the ``method`` of a slot's ``initialization``.
+
+    Args:
+        source: A file or several, or the .so that one was compiled to.
+        name: An identifier; by default the file's.
+
+    Raises:
+        ConfigError: If there is no file, or the name cannot be used.
+        ExtensionError: If it cannot be compiled, or is not what ``persia_kernels.h`` says.
+    """
+    return kernel_library.load_sources("get_kernels_name", source, name)[1]
 
 
 _SUFFIXES = (".c", ".cc", ".cpp", ".cu")

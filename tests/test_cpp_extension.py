@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from persia import cpp_extension, env
 from persia._build.setuptools_command import BuildPrebuilt
 from persia.errors import ConfigError, ExtensionError
 from tests.docs.test_pages import blocks
-from tests.support import native
+from tests.support import kernels, native
 from tests.support.native import CountingCompiler
 from tests.support.processes import ROOT, run
 
@@ -76,6 +77,15 @@ def test_default_flags_are_for_this_machine_or_portable() -> None:
     assert {"-O3", "-Wall"} <= set(portable)
     assert any("native" in flag for flag in cpp_extension.get_default_cpp_cflags())
     assert not any("native" in flag for flag in portable)
+
+
+def test_kernels_are_named_by_what_they_are_compiled_to() -> None:
+    path = kernels.library("scorer")
+    name = cpp_extension.get_kernels_name(kernels.FOLDER / "scorer.c")
+    assert name == f"native:scorer:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    assert cpp_extension.get_kernels_name(path, "other").startswith("native:other:")
+    with pytest.raises(ConfigError, match="get_kernels_name: expected a source or a"):
+        cpp_extension.get_kernels_name([])
 
 
 def test_the_other_name_hands_its_arguments_on(

@@ -83,7 +83,9 @@ class CompilerBuilder:
 
     def flags(self, build: ModuleBuild) -> list[str]:
         """Return the compiler's flags for a build."""
-        flags = toolchain.default_cflags(build.is_portable) if self.cflags is None else self.cflags
+        flags = (
+            toolchain.default_cflags(build.is_portable) if self.cflags is None else self.cflags
+        )
         return [*flags, *(f"-I{Path(one).absolute()}" for one in self.include_dirs)]
 
     def __call__(self, build: ModuleBuild) -> Path:
@@ -157,7 +159,9 @@ class TorchBuilder:
             "extra_cflags": self.flags(build),
             "extra_cuda_cflags": list(self.extra_cuda_cflags),
             "extra_ldflags": linked,
-            "extra_include_paths": [str(Path(one).absolute()) for one in self.extra_include_paths],
+            "extra_include_paths": [
+                str(Path(one).absolute()) for one in self.extra_include_paths
+            ],
             "build_directory": str(folder),
             "with_cuda": with_cuda,
             "is_python_module": self.is_python_module,
@@ -171,7 +175,8 @@ class TorchBuilder:
                 folder=folder,
                 timeout_s=build.timeout_s,
                 environment=env.of_child(
-                    PATH=_path_with_scripts(), PYTHONPATH=os.pathsep.join(filter(None, sys.path))
+                    PATH=_path_with_scripts(),
+                    PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
                 ),
             )
         finally:

@@ -177,9 +177,7 @@ class BuildCache:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _publish(
-        self, key: str, wanted: Fingerprint | None, folder: Path, built: Path
-    ) -> Path:
+    def _publish(self, key: str, wanted: Fingerprint | None, folder: Path, built: Path) -> Path:
         """Keep the file, what it was made of and the log; name them by one rename."""
         aside = folder / ".publish"
         aside.mkdir()

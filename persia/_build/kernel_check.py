@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from persia import env
 from persia._build import kernel_library, toolchain
+from persia._core.kernels import native
+from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import OPTIONS, RowOptimizer
 from persia.errors import ConfigError, ExtensionError
 
@@ -34,6 +36,7 @@ _NUM_ROWS = 70  # three calls of a kernel, the last with a few rows
 _NUM_STEPS = 4
 _NUM_THREADS = 4
 _DEADLINE_S = 600.0  # of what is run beside, or by threads
+_SEEDS_AND_SIGNS = ((0, 0), (0, 1), (7, 1 << 50), (2**64 - 1, 2**64 - 1))
 _PAIRS = 31
 _LR = 0.05
 
@@ -77,33 +80,93 @@ def check(
     Args:
         sources: The kernel's.
         name: Of the library.
-        model: A Python file with the function ``step``; None checks nothing against it.
+        model: A Python file with ``step`` or ``fill``; None checks nothing against it.
         tolerance: Largest difference from the model, as a part of the value or of 1.
         params: Parameters, if not the defaults.
 
     Raises:
         ExtensionError: At the first check that is not passed.
-        ConfigError: If the model's file has no such function.
+        ConfigError: If the model's file has no such function, or no kernel such a parameter.
     """
     library = kernel_library.compile_kernels(sources, name)
     named = kernel_library.load_file(library, name)
-    optimizer = RowOptimizer(named, lr=_LR, **params)
+    known = native.kernels_of(named)
+    unknown = params.keys() - {param for its in known.values() for param in its}
+    given = {
+        kernel: {one: x for one, x in params.items() if one in its or one in unknown}
+        for kernel, its in known.items()
+    }
     yield f"compiled: {library}"
     yield f"named: {named}"
     yield "tried out: it writes nothing beside rows of any dim"
-    if model is not None:
-        yield _against_model(optimizer, model, tolerance)
-    yield _alignment(optimizer)
-    yield _company(optimizer)
-    yield _threads(optimizer)
+    optimizer = None
+    if "optimizer" in known:
+        optimizer = RowOptimizer(named, lr=_LR, **given["optimizer"])
+        if model is not None:
+            yield _against_model(optimizer, model, tolerance)
+        yield _alignment(optimizer)
+        yield _company(optimizer)
+        yield _threads(optimizer)
+    if "initializer" in known:
+        initializer = Initializer(named, **given["initializer"])
+        if model is not None:
+            yield _fill_against_model(initializer, model, tolerance)
+        yield _same_rows(initializer)
     yield _sanitizers(sources, name)
-    yield _speed(optimizer)
+    if optimizer is not None:
+        yield _speed(optimizer)
+
+
+def _function(path: Path, name: str, arguments: str) -> Callable[..., Any]:
+    found = runpy.run_path(str(path)).get(name)
+    if not callable(found):
+        raise ConfigError(f"{path}: expected a function {name}({arguments})")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _fill_against_model(initializer: Initializer, path: Path, tolerance: float) -> str:
+    fill = _function(path, "fill", "seed, sign, dim, params")
+    largest, same = 0.0, True
+    for dim in _DIMS:
+        for seed, sign in _SEEDS_AND_SIGNS:
+            got = initializer.values(seed, sign, dim)
+            want = np.asarray(fill(seed, sign, dim, dict(initializer.options)), np.float32)
+            same &= want.tobytes() == got.tobytes()
+            error = float((np.abs(want - got) / np.maximum(np.abs(want), 1)).max())
+            largest = max(largest, error)
+            if not largest <= tolerance:
+                raise ExtensionError(
+                    f"{initializer.name}: dim {dim}, seed {seed}, sign {sign}: values differ "
+                    f"from {path}'s by {error:.3g}, more than {tolerance:g}"
+                )
+    how = "bit for bit" if same else f"to {largest:.2g}"
+    return f"model: initial values of {len(_DIMS)} dims agree with {path}, {how}"
+
+
+def _same_rows(initializer: Initializer) -> str:
+    """Fill rows in another order, and from several threads at a time."""
+    signs = np.arange(2000, dtype=np.uint64) << np.uint64(40)
+
+    def filled(some: NDArray[np.uint64]) -> Floats:
+        rows = np.empty((len(some), 16), np.float32)
+        initializer.fill_rows(1, some, rows)
+        return rows
+
+    want = filled(signs)
+    found = [filled(signs[::-1].copy())[::-1], *_at_once(lambda: filled(signs))]
+    if any(got.tobytes() != want.tobytes() for got in found):
+        raise ExtensionError(
+            f"{initializer.name}: other initial values in another order, or where several "
+            "threads fill rows"
+        )
+    return (
+        f"initial values: the same in another order and from {_NUM_THREADS} threads at a time"
+    )
 
 
 def _against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str:
-    step = runpy.run_path(str(path)).get("step")
-    if not callable(step):
-        raise ConfigError(f"{path}: expected a function step(values, state, gradient, ...)")
+    step: Model = _function(path, "step", "values, state, gradient, ...")
     params = {k: v for k, v in optimizer.options.items() if k not in ("lr", "guard")}
     largest, same = 0.0, True
     for dim in _DIMS:
@@ -126,7 +189,9 @@ def _against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str
     return f"model: {len(_DIMS)} dims up to {_DIMS[-1]} agree with {path}, {how}"
 
 
-def _expect_same(what: str, optimizer: RowOptimizer, dim: int, got: Floats, want: Floats) -> None:
+def _expect_same(
+    what: str, optimizer: RowOptimizer, dim: int, got: Floats, want: Floats
+) -> None:
     if got.tobytes() != want.tobytes():
         raise ExtensionError(f"{optimizer.name}: dim {dim}: other bytes {what}")
 
@@ -150,21 +215,30 @@ def _company(optimizer: RowOptimizer) -> str:
         given = TriedRows.of(optimizer, dim)
         want = given.stepped(optimizer)
         for row in range(_NUM_ROWS):
-            alone = TriedRows(given.rows[row : row + 1], [g[row : row + 1] for g in given.gradients])
+            alone = TriedRows(
+                given.rows[row : row + 1], [g[row : row + 1] for g in given.gradients]
+            )
             got = alone.stepped(optimizer)
-            _expect_same("where a row is alone in a call", optimizer, dim, got, want[row : row + 1])
+            _expect_same(
+                "where a row is alone in a call", optimizer, dim, got, want[row : row + 1]
+            )
     return "company: the same bytes, whichever rows come in one call"
 
 
 def _threads(optimizer: RowOptimizer) -> str:
     given = TriedRows.of(optimizer, 16, 2000)
     want = given.stepped(optimizer)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        steps = [pool.submit(given.stepped, optimizer) for _ in range(10 * _NUM_THREADS)]
-        for one in steps:
-            got = one.result(_DEADLINE_S)
-            _expect_same("where several threads step", optimizer, 16, got, want)
+    for got in _at_once(lambda: given.stepped(optimizer)):
+        _expect_same("where several threads step", optimizer, 16, got, want)
     return f"threads: the same bytes from {_NUM_THREADS} at a time"
+
+
+def _at_once(make: Callable[[], Floats]) -> list[Floats]:
+    """Return what several threads made at a time, ten times each."""
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return list(
+            threads.map(lambda _: make(), range(10 * _NUM_THREADS), timeout=_DEADLINE_S)
+        )
 
 
 def _sanitizers(sources: list[Path], name: str) -> str:

@@ -1,4 +1,4 @@
-"""The process that tries a library of kernels out: ``python -m ... PATH OPTIMIZER``.
+"""The process that tries a library of kernels out: ``python -m ... PATH NAME``.
 
 A library that crashes when it is loaded or called takes this process with it, and no server.
 """
@@ -12,12 +12,12 @@ from persia._core.kernels import native
 from persia.errors import ExtensionError
 
 
-def main(path: str, optimizer: str) -> int:
+def main(path: str, library: str) -> int:
     """Return the exit status; what is wrong with the library is printed."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        native.load(path, optimizer)
-        native.try_out(optimizer)
+        native.load(path, library)
+        native.try_out(library)
     except ExtensionError as exc:
         print(exc)
         return 1

@@ -1,6 +1,6 @@
 """Libraries with kernels of users: named by their sha256, looked for, tried out and loaded.
 
-    native:<name>:<sha256>      names an optimizer, in messages and checkpoints
+    native:<name>:<sha256>      names an optimizer or initial values, in messages and checkpoints
 
 What is hashed is what is loaded: the bytes are read once, and loaded from memory. They are tried
 out in a process of their own first, which may crash.
@@ -54,44 +54,70 @@ def compile_kernels(
     )
 
 
+def load_sources(
+    owner: str, source: str | Path | Sequence[str | Path], name: str | None
+) -> tuple[Path, str]:
+    """Compile and load what a script names; return the library's file, and how it is named.
+
+    Args:
+        owner: What the script calls, for messages.
+        source: A file or several, or the .so that one was compiled to.
+        name: An identifier of ASCII letters; None is the first file's.
+
+    Raises:
+        ConfigError: If there is no file, or the name cannot be used.
+        ExtensionError: If it cannot be compiled, or is not what persia_kernels.h says.
+    """
+    sources = [source] if isinstance(source, (str, Path)) else list(source)
+    if not sources:
+        raise ConfigError(f"{owner}: expected a source or a .so, got no file")
+    path = Path(sources[0])
+    kernels = path.stem if name is None else name
+    if not kernels.isidentifier() or not kernels.isascii():
+        raise ConfigError(f"{owner}: name must be an identifier in ASCII, got {kernels!r}")
+    if path.suffix != ".so" or len(sources) > 1:
+        path = compile_kernels(sources, kernels)
+    return path, load_file(path, kernels)
+
+
 def load_file(path: Path, name: str) -> str:
-    """Load a library, unless it is loaded; return how optimizers name it.
+    """Load a library, unless it is loaded; return how optimizers and initial values name it.
 
     Raises:
         ConfigError: If the name is no identifier of ASCII letters.
         ExtensionError: If the file cannot be read, or is not what persia_kernels.h says.
     """
     content = _read(path)
-    optimizer = f"{native.PREFIX}{name}:{hashlib.sha256(content).hexdigest()}"
-    _parts(optimizer)
-    _load(content, optimizer)
-    return optimizer
+    library = f"{native.PREFIX}{name}:{hashlib.sha256(content).hexdigest()}"
+    _parts(library)
+    _load(content, library)
+    return library
 
 
-def need(optimizer: str) -> None:
-    """Load the library of an optimizer if it has one that is not loaded yet.
+def need(kernel: str) -> None:
+    """Load the library of an optimizer or of initial values, unless it has none or is loaded.
 
     It is looked for below PERSIA_KERNEL_ROOTS as ``<name>.so`` and, as a cache of compiled
     modules has it, ``<name>/*/<name>.so``; the one with the right sha256 is loaded.
 
     Raises:
-        ConfigError: If the optimizer's name is no name of a library.
+        ConfigError: If it begins as the name of a library and is none.
         ExtensionError: If it is not there, or is not what persia_kernels.h says.
     """
-    if not native.is_native(optimizer):
+    if not native.is_native(kernel):
         return
-    name, digest = _parts(optimizer)
-    if optimizer not in native.loaded():
-        _load(_find(name, digest, env.kernel_roots() or []), optimizer)
+    name, digest = _parts(kernel)
+    if kernel not in native.loaded():
+        _load(_find(name, digest, env.kernel_roots() or []), kernel)
 
 
-def _parts(optimizer: str) -> tuple[str, str]:
+def _parts(library: str) -> tuple[str, str]:
     """Return name and sha256 of a library."""
-    match = _NAME.fullmatch(optimizer)
+    match = _NAME.fullmatch(library)
     if match is None:
         raise ConfigError(
-            f"optimizer: expected {native.PREFIX}<name>:<sha256> with a name of letters, digits "
-            f"and _, got {optimizer!a:.200}"
+            f"kernels: expected {native.PREFIX}<name>:<sha256> with a name of letters, digits "
+            f"and _, got {library!a:.200}"
         )
     return match[1], match[2]
 
@@ -128,18 +154,18 @@ def _find(name: str, digest: str, roots: Sequence[str]) -> bytes:
     )
 
 
-def _load(content: bytes, optimizer: str) -> None:
+def _load(content: bytes, library: str) -> None:
     with _lock:
-        if optimizer in native.loaded():
+        if library in native.loaded():
             return
         with _as_file(content) as (path, descriptors):
             try:
-                _try_out(path, optimizer, descriptors)
+                _try_out(path, library, descriptors)
             except BaseException:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 raise
-            native.load(path, optimizer)
+            native.load(path, library)
 
 
 @contextlib.contextmanager
@@ -163,9 +189,9 @@ def _as_file(content: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield temporary.name, ()
 
 
-def _try_out(path: str, optimizer: str, descriptors: tuple[int, ...]) -> None:
+def _try_out(path: str, library: str, descriptors: tuple[int, ...]) -> None:
     """Load the library and call its functions in another process."""
-    command = [sys.executable, "-m", "persia._build.kernel_child", path, optimizer]
+    command = [sys.executable, "-m", "persia._build.kernel_child", path, library]
     try:
         ended = subprocess.run(
             command,
@@ -178,13 +204,13 @@ def _try_out(path: str, optimizer: str, descriptors: tuple[int, ...]) -> None:
         )
     except subprocess.TimeoutExpired:
         raise ExtensionError(
-            f"{optimizer}: its kernels did not return within {_TRY_OUT_S:.0f} s when tried out"
+            f"{library}: its kernels did not return within {_TRY_OUT_S:.0f} s when tried out"
         ) from None
     if ended.returncode == 0:
         return
     text = ended.stdout.decode(errors="replace").strip()
     if ended.returncode < 0:
-        text = f"{optimizer}: it crashed with signal {-ended.returncode} when tried out"
+        text = f"{library}: it crashed with signal {-ended.returncode} when tried out"
     if not text:
-        text = f"{optimizer}: {ended.stderr.decode(errors='replace').strip()[-2000:]}"
+        text = f"{library}: {ended.stderr.decode(errors='replace').strip()[-2000:]}"
     raise ExtensionError(text)

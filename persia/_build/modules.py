@@ -146,7 +146,9 @@ def _why_other_torch(built: str) -> str:
     def interface(version: str) -> tuple[list[str], str]:
         release, _, local = version.partition("+")
         # +cpu and no suffix are both torch without CUDA's code in what an extension links to.
-        return re.findall(r"\d+", release)[:2], local if local.startswith(("cu", "rocm")) else ""
+        return re.findall(r"\d+", release)[:2], local if local.startswith(
+            ("cu", "rocm")
+        ) else ""
 
     here = str(torch.__version__)
     return "" if interface(here) == interface(built) else f"for torch {built}, here is {here}"

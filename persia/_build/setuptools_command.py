@@ -55,7 +55,9 @@ class BuildPrebuilt(build_py):  # type: ignore[misc]
             if any(call in Path(file).read_bytes() for call in _CALLS)
         ]
         if not callers:
-            raise ConfigError(f"BuildPrebuilt: no module of {self.packages} calls {_CALLS[0]!r}")
+            raise ConfigError(
+                f"BuildPrebuilt: no module of {self.packages} calls {_CALLS[0]!r}"
+            )
         root = Path(self.get_package_dir("")).absolute()
         sys.path.insert(0, str(root))
         try:

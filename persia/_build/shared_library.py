@@ -98,9 +98,7 @@ def compile_into(
         hidden += ["-undefined", "dynamic_lookup"]
     command = [*toolchain.need_compiler(linker, name).command, "-shared", *objects, *hidden]
     left = deadline - time.monotonic()
-    toolchain.run(
-        [*command, "-o", str(library)], name=name, folder=folder, timeout_s=left
-    )
+    toolchain.run([*command, "-o", str(library)], name=name, folder=folder, timeout_s=left)
     return library
 
 

@@ -81,7 +81,9 @@ def need_compiler(language: Language, name: str) -> Compiler:
     """Return the compiler of a language; ExtensionError if the module ``name`` cannot have it."""
     found = find_compiler(language)
     if found is None:
-        raise ExtensionError(f"{name}: no compiler for {language}; looked for {_WHERE[language]}")
+        raise ExtensionError(
+            f"{name}: no compiler for {language}; looked for {_WHERE[language]}"
+        )
     return found
 
 

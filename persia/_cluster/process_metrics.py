@@ -130,7 +130,7 @@ def of_server(server: ParameterServer | ReadOnlyParameterServer) -> MetricSource
         capacity, memory = server.limits()
         yield Sample("persia_capacity_rows", capacity)
         yield Sample("persia_memory_limit_bytes", memory)
-        for policy in ("lru", "lfu"):
+        for policy in ("lru", "lfu", "native"):
             evicted = stats[f"evicted_{policy}"]
             yield Sample("persia_evicted_rows", evicted, {"policy": policy})
         for name in ("inserted", "expired", "refused"):

@@ -259,7 +259,11 @@ class _Match:
                 change += f", with {before.state_words} words of state and {after.state_words}"
             self._restarted.setdefault(change, []).append(new.name)
         policies = self._saved.policies[before.policy], self._wanted.policies[after.policy]
-        if policies[0] != policies[1]:
+        kinds = [policy for policy, _, _ in policies]
+        if any(map(is_native, kinds)) and kinds[0] != kinds[1]:
+            # By another scorer a class means something else.
+            self._differ(f"the eviction of {name}", *kinds)
+        elif policies[0] != policies[1]:
             self.notes.append(
                 f"eviction of {name} is {policies[0]} in the checkpoint and {policies[1]} "
                 "here: what cannot be carried over, uses or ages, starts from 0"

@@ -14,7 +14,7 @@ from typing import Annotated
 from persia._core.base.halves import DTYPES
 from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._files.json_models import Record
-from persia.config import EmbeddingSchema, list_differences
+from persia.config import EVICTION_POLICY, EmbeddingSchema, list_differences
 from persia.config.document import Expect, InvalidValue, Listed, Named, integer
 
 # Of files, folders and tables: what every file system and object store takes as it is.
@@ -24,11 +24,11 @@ _MAX_STATE_WORDS = 1 << 24
 # Policy, clock and time to live, as ``EmbeddingStore`` takes them.
 Policy = Annotated[
     tuple[
-        Annotated[str, Expect("lru or lfu", pattern="^(lru|lfu)$")],
+        Annotated[str, EVICTION_POLICY],
         Annotated[str, Expect("a clock", pattern="^(milliseconds|steps)$")] | None,
         Annotated[int, integer()],
     ],
-    Expect("[lru or lfu, milliseconds or steps or null, time to live]", strict=False),
+    Expect("[policy, milliseconds or steps or null, time to live]", strict=False),
 ]
 
 

@@ -59,7 +59,7 @@ _LOOK_S = 0.1
 # What servers that train count, too; here it stays 0.
 _NEVER = (
     *("updates", "repeated_updates", "update_missing", "inserted", "evicted", "evicted_lru"),
-    *("evicted_lfu", "expired", "refused", "memory_limited"),
+    *("evicted_lfu", "evicted_native", "expired", "refused", "memory_limited"),
 )
 
 

@@ -445,6 +445,7 @@ class CheckpointRestore:
         latest = found[0].manifests[-1]
         if self._request.features is None:
             self.reached = reached_by(found)
+        self._check_initializers(latest)
         self.notes = [
             *self._chains[0].mapping.notes,
             *self._differing_settings(latest),
@@ -527,6 +528,21 @@ class CheckpointRestore:
             for manifest in chain.manifests
         ]
         return _MappedChain(chain.storage, mine, chain.server, mapping=mapping)
+
+    def _check_initializers(self, manifest: Manifest) -> None:
+        """Refuse features whose new rows would not begin by the library that they began by."""
+        there = _saved_settings(manifest).get("native_initializers")
+        before = there if isinstance(there, dict) else {}
+        now = self._settings.native_initializers()
+        for feature in manifest.schema.features.keys() & self._settings.schema.slots.keys():
+            is_loaded = self._request.features is None or feature in self._request.features
+            if is_loaded and before.get(feature) != now.get(feature):
+                names = [one.get(feature, "a built-in one") for one in (before, now)]
+                raise ConfigError(
+                    f"the checkpoint does not fit: the initialization of feature {feature!r} "
+                    f"is {names[0]} in the checkpoint and {names[1]} here; give the one that "
+                    "it was saved with, or load what fits by features=[...]"
+                )
 
     def _differing_settings(self, manifest: Manifest) -> list[str]:
         """Return notes on settings by which new rows differ from those of the job before."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from persia._build import kernel_library
 from persia._core.kernels.initial import Initializer
+from persia._core.kernels.native import is_native
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia._files.schema import SavedSchema
@@ -29,6 +30,7 @@ from persia._server.applied_updates import TrainingClock
 from persia._server.state_file import StateRecovery
 from persia.config import (
     EmbeddingSchema,
+    Initialization,
     ParameterServerConfig,
     TableSettings,
     schema_fingerprint,
@@ -48,6 +50,12 @@ def eviction_kinds(tables: Sequence[TableSettings]) -> tuple[tuple[str, str | No
     kinds = dict.fromkeys(one.kind() for one in evictions if one is not None)
     kinds.pop(_PLAIN_LRU, None)
     return tuple(kinds)
+
+
+def need_scorers(kinds: Sequence[tuple[str, str | None, int]]) -> None:
+    """Load the libraries by which rows are evicted."""
+    for policy, _, _ in kinds:
+        kernel_library.need(policy)
 
 
 def sketch_bytes(tables: Sequence[TableSettings], config: ParameterServerConfig) -> int:
@@ -170,11 +178,23 @@ class RowSettings:
 
     def to_json(self) -> dict[str, Any]:
         """Return what trainer and config set, for the extras of a manifest."""
-        return {
+        found: dict[str, Any] = {
             "hyper_parameters": dataclasses.asdict(self.hyper),
             "optimizer": dataclasses.asdict(self.registered),
             "slots": self.slots_to_json(),
         }
+        initializers = self.native_initializers()
+        if initializers:
+            found["native_initializers"] = initializers
+        return found
+
+    def native_initializers(self) -> dict[str, str]:
+        """Return the libraries by which rows begin, by feature; others have none."""
+        names = {
+            slot.name: self.kinds[slot.table].initializer.name
+            for slot in self.schema.slots.values()
+        }
+        return {feature: name for feature, name in names.items() if is_native(name)}
 
     def slots_to_json(self) -> dict[str, dict[str, str | int]]:
         """Return what the model receives of rows, by feature: notes of a load compare it."""
@@ -215,10 +235,14 @@ def initializers_of(schema: EmbeddingSchema, hyper: HyperParameters) -> list[Ini
     if not 0.0 <= hyper.admit_probability <= 1.0:
         raise ConfigError(f"admit_probability must be in 0..1, got {hyper.admit_probability}")
     return [
-        Initializer(chosen.method, **chosen.options)
-        for table in schema.tables
-        for chosen in (table.initialization or hyper.initialization,)
+        initializer_of(table.initialization or hyper.initialization) for table in schema.tables
     ]
+
+
+def initializer_of(chosen: Initialization | InitializationSettings) -> Initializer:
+    """Return how new rows begin, with the library that this may need."""
+    kernel_library.need(chosen.method)
+    return Initializer(chosen.method, **chosen.options)
 
 
 def optimizers_of(
@@ -332,12 +356,14 @@ class ServerSettings:
             # What cannot be used is refused now, not when the other one comes.
             if hyper is not None:
                 initializers_of(self._schema, hyper)
+                need_scorers(eviction_kinds(self._schema.tables))
             if registered is not None:
                 optimizers_of(self._schema, registered, 0.0)
             self._recovery.note(**noted)
             self.hyper, self.registered = hyper, registered
             return
         settings = RowSettings.of(self._schema, self._config, hyper, registered)
+        need_scorers(settings.eviction_kinds)
         old = self.state
         mismatch = None if old is None else settings.mismatch(old.settings)
         # No load may be filling a store that is replaced.

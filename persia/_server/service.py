@@ -89,7 +89,7 @@ _COUNTS = (
 )
 _STORE_COUNTS = (
     *("rows", "bytes", "inserted", "evicted", "evicted_lru", "evicted_lfu"),
-    *("expired", "refused", "memory_limited"),
+    *("evicted_native", "expired", "refused", "memory_limited"),
 )
 _TIMINGS = (
     "lookup_hashmap_time_cost_sec",

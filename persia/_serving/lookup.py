@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from persia._cluster.embedded import NEVER
 from persia._core.base.arrays import empty_floats
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._core.kernels.initial import Initializer
 from persia._files.change_log import read_chain
 from persia._rows.live_rows import LiveRows
 from persia._rows.row_source import RowSource, SchemaMatch, open_checkpoint
@@ -35,6 +34,7 @@ from persia._rpc.messages import (
 from persia._rpc.stubs import RemoteParameterServer
 from persia._rpc.zmq_transport import ZmqTransport
 from persia._server.restore import settings_of
+from persia._server.row_settings import initializer_of
 from persia._serving.bundle import ServedFeature, ServedRows
 from persia._serving.remote_rows import RemoteRows, RowServers
 from persia._worker.service import EmbeddingWorker
@@ -86,7 +86,7 @@ class MissingRows:
             self._seed = hyper.seed
             for table in schema.tables:
                 chosen = table.initialization or hyper.initialization
-                self._initial[table.number] = Initializer(chosen.method, **chosen.options)
+                self._initial[table.number] = initializer_of(chosen)
         self._means = self._read_means(url, rows) if "mean" in used else {}
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}

@@ -30,6 +30,7 @@ from persia.config._global import (
     resolve_memory_limit,
 )
 from persia.config._schema import (
+    EVICTION_POLICY,
     OPTIMIZERS,
     POOLINGS,
     USUAL_SIZE,
@@ -48,6 +49,7 @@ from persia.config._schema import (
 from persia.errors import ConfigError
 
 __all__ = [
+    "EVICTION_POLICY",
     "OPTIMIZERS",
     "POOLINGS",
     "SAME_EVERYWHERE",

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from persia._core.kernels import initial, optim
+from persia._core.kernels import initial, native, optim
 from persia._core.kernels.optim import MAX_DIM
 from persia.config.document import (
     CONFIG_OF,
@@ -60,12 +60,17 @@ _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
 class Initialization(Choice):
     """A distribution of initial values: its name and the parameters by name, all of them."""
 
-    # One of those that ``persia._core.kernels.initial`` knows.
+    # One of those that ``persia._core.kernels.initial`` knows, or the name of a library.
     method: Annotated[str, Expect(f"one of {', '.join(initial.OPTIONS)}")]
-    options: dict[str, Any]  # parameters; those left out get their defaults
+    # Parameters; those left out get their defaults, a library's in servers, which load it.
+    options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        options = initial.complete(self.method, dict(self.options))
+        if native.is_native(self.method):
+            owner = f"initialization {self.method}"
+            options = {name: optim.number(owner, name, x) for name, x in self.options.items()}
+        else:
+            options = initial.complete(self.method, dict(self.options))
         object.__setattr__(self, "options", options)
 
 
@@ -129,6 +134,11 @@ class GroupOptimizer(Choice):
         return self.name is not None or "lr" in self.options
 
 
+EVICTION_POLICY = Expect(
+    "lru, lfu, or native:<name>:<sha256> of a library",
+    pattern=f"^(lru|lfu|{native.PREFIX}[A-Za-z_][A-Za-z0-9_]*:[0-9a-f]{{64}})$",
+)
+
 # Beyond these a time, in milliseconds, would not fit where it is kept.
 _MAX_SECONDS = 1 << 50
 _MAX_STEPS = 1 << 60
@@ -145,7 +155,9 @@ _MAX_THRESHOLD = 255
 class GroupEviction(Section):
     """Which of a group's rows go first, and after what time one goes in any case."""
 
-    policy: Literal["lru", "lfu"] = "lru"  # least recently used, or least frequently used first
+    # `lru` is least recently used first, `lfu` least frequently used; or the name of a library
+    # with a scorer.
+    policy: Annotated[str, EVICTION_POLICY] = "lru"
     # Seconds without a use after which a row expires; None for never.
     ttl_seconds: Annotated[float, _TTL_SECONDS] | None = None
     # The same in training lookups that reach the server, for runs that must repeat.

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from persia._build import kernel_library
+from persia._core.kernels import initial
 from persia._core.kernels.optim import number
 from persia._rpc.messages import HyperParameters, InitializationSettings
 from persia.config import EmbeddingSchema, Initialization
@@ -14,13 +16,15 @@ from persia.errors import ConfigError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 __all__ = [
     "Constant",
     "EmbeddingConfig",
     "Gamma",
     "InitialValues",
+    "NativeInitialValues",
     "Normal",
     "Poisson",
     "TruncatedNormal",
@@ -113,13 +117,73 @@ class Constant(InitialValues):
     value: float
 
 
+class NativeInitialValues(InitialValues):
+    """Initial values by a function of the user's own, in C by the header ``persia_kernels.h``.
+
+    Compiled, kept and found by servers as the library of a ``persia.embedding.optim.Native``.
+    Two of them are equal if their libraries and parameters are.
+
+    Args:
+        source: A file or several, or the .so that one was compiled to.
+        name: What checkpoints and messages name it by, an identifier; by default the file's.
+        params: Parameters that the library has, if not its defaults.
+
+    Raises:
+        ConfigError: If an argument cannot be used, or the library has no initializer.
+        ExtensionError: If it cannot be compiled, or is not what the header says.
+    """
+
+    __slots__ = ("_settings", "library")
+
+    library: Path  # the compiled file, which servers of their own need
+    _settings: InitializationSettings
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        *,
+        name: str | None = None,
+        params: Mapping[str, float] | None = None,
+    ) -> None:
+        library, method = kernel_library.load_sources("NativeInitialValues", source, name)
+        options = initial.complete(method, dict(params or {}))
+        object.__setattr__(self, "library", library)
+        object.__setattr__(self, "_settings", InitializationSettings(method, options))
+
+    def settings(self) -> InitializationSettings:
+        """Return the library's name and all parameters, as they are sent to servers."""
+        return self._settings
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NativeInitialValues):
+            return NotImplemented
+        return self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash(self.settings().method)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        name = self._settings.method.split(":")[1]
+        return _load_again, (self.library, name, dict(self._settings.options))
+
+    def __repr__(self) -> str:
+        settings = self.settings()
+        options = "".join(f", {name}={value!r}" for name, value in settings.options.items())
+        return f"NativeInitialValues({settings.method!r}{options})"
+
+
+def _load_again(library: Path, name: str, params: Mapping[str, float]) -> NativeInitialValues:
+    return NativeInitialValues(library, name=name, params=params)
+
+
 @dataclass(frozen=True)
 class EmbeddingConfig:
     """The settings that parameter servers get before training.
 
     Args:
-        emb_initialization: Bounds of a uniform distribution, or one of the distributions
-            here. A slot's own ``initialization`` in the embedding config wins.
+        emb_initialization: Bounds of a uniform distribution, one of the distributions here, or
+            ``NativeInitialValues``. A slot's own ``initialization`` in the embedding config
+            wins.
         admit_probability: Chance that a new id gets a row, in 0..1. A slot's own wins.
         weight_bound: Absolute bound on every value of an embedding after a step; 0 or less
             for none.

@@ -421,17 +421,7 @@ class Native(Optimizer):
         lr: float = 1e-2,
         guard: bool = True,
     ) -> None:
-        sources = [source] if isinstance(source, (str, Path)) else list(source)
-        if not sources:
-            raise ConfigError("Native: expected a source or a .so, got no file")
-        kernel = Path(sources[0]).stem if name is None else name
-        if not kernel.isidentifier() or not kernel.isascii():
-            raise ConfigError(f"Native: name must be an identifier in ASCII, got {kernel!r}")
-        path = Path(sources[0])
-        if path.suffix != ".so" or len(sources) > 1:
-            path = kernel_library.compile_kernels(sources, kernel)
-        self._library = path
-        self._optimizer = kernel_library.load_file(path, kernel)
+        self._library, self._optimizer = kernel_library.load_sources("Native", source, name)
         self.lr, self.guard = lr, guard
         self.params = dict(params or {})
         self.__post_init__()

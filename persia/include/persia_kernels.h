@@ -14,8 +14,9 @@
  *     static const persia_optimizer_t optimizer = {.size = sizeof optimizer, .step = step};
  *     PERSIA_EXPORT_KERNELS(.optimizer = &optimizer)
  *
- * A library with that function is named by `persia.embedding.optim.Native`. What may be called
- * when: every function from several threads at once, for other rows each time. So kernels keep
+ * A library with that function is named by `persia.embedding.optim.Native`, one with an initializer
+ * by `persia.embedding.NativeInitialValues`, one with a scorer by the eviction policy of a group of
+ * features; a library may have several of them. What may be called when: every function from several threads at once, for other rows each time. So kernels keep
  * nothing between calls, take no lock and allocate nothing that outlives a call; a call should
  * end within microseconds, as the shard of its rows is locked meanwhile. The result for a row may
  * depend on its values, state and gradient, the learning rate, the step and the parameters
@@ -29,7 +30,7 @@
 
 /* Of this interface. A server takes libraries of its own version and of earlier ones. Later
  * versions add members at the ends of structs; `size` says which of them a library has. */
-#define PERSIA_KERNELS_VERSION 1
+#define PERSIA_KERNELS_VERSION 2
 
 /* Rows to step. None of the arrays overlap; each is aligned to 4 bytes, not to more. */
 typedef struct {
@@ -59,10 +60,46 @@ typedef struct {
     int (*step)(const persia_block_t *rows);
 } persia_optimizer_t;
 
+/* First values of the rows that training creates. */
+typedef struct {
+    uint32_t size;              /* sizeof(persia_initializer_t) */
+    uint32_t num_params;        /* may be 0 */
+    const char *const *param_names;     /* [num_params], identifiers; NULL if there are none */
+    const double *param_defaults;       /* [num_params], finite */
+    /* Writes the dim values of one row; 0, or an error code of the library's own. A value may
+     * depend on seed, sign, its column, dim and the parameters alone: a row that was evicted and
+     * comes back begins as it did the first time, on any server. A row with an error, or with a
+     * value that is not finite, is not created, and is reported by its sign. Needed. */
+    int (*fill)(float *values, uint32_t dim, uint64_t seed, uint64_t sign, const double *params);
+} persia_initializer_t;
+
+/* A use of a row, which is a training lookup of its id. */
+typedef struct {
+    uint64_t sign;
+    uint64_t draw;              /* random bits for the row and batch, the same when it is repeated */
+    uint32_t dim;
+    uint32_t num_state_words;
+    const float *values;        /* [dim], as the last update left them */
+    const float *state;         /* [num_state_words] of the optimizer, as well */
+    uint32_t before;            /* class of the row before this use; 0 where it is new */
+    uint32_t is_new;            /* 1: the row was created by this use, or had another policy */
+} persia_use_t;
+
+/* Which rows are evicted first. It has no parameters: other constants make another library. */
+typedef struct {
+    uint32_t size;              /* sizeof(persia_scorer_t) */
+    /* The row's class from this use on, 0 to 15; larger ones count as 15. Rows of the lowest
+     * class go first, and in one class the least recently used. Needed. */
+    uint32_t (*score)(const persia_use_t *use);
+} persia_scorer_t;
+
+/* Kernels that a library does not have are NULL. */
 typedef struct {
     uint32_t version;           /* PERSIA_KERNELS_VERSION */
     uint32_t size;              /* sizeof(persia_kernels_t) */
     const persia_optimizer_t *optimizer;
+    const persia_initializer_t *initializer;    /* this and all below: from version 2 on */
+    const persia_scorer_t *scorer;
 } persia_kernels_t;
 
 /* --- what a library exports ------------------------------------------------------------------ */
@@ -96,6 +133,16 @@ typedef struct {
 
 /* Before a function of one row: it is part of the loop over rows. */
 #define PERSIA_ROW_INLINE static inline __attribute__((always_inline))
+
+/* A hash of 64 bits, by which PERSIA's own initial values are drawn as well: draw j of a row is
+ * persia_mix64(persia_mix64(sign ^ persia_mix64(seed)) + j). This is SplitMix64's. */
+PERSIA_ROW_INLINE uint64_t persia_mix64(uint64_t x)
+{
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
 
 /* Before a loop over the floats of a row: gcc then leaves it to its vectoriser. */
 #if defined(__clang__)

@@ -5,6 +5,7 @@
 Each case prints a table with a ratio, taken pair by pair as interleaved.py says.
 
     optimizers   SGD and Adam against Adagrad, training
+    kernels      Adagrad in C as a user has it, guarded and not, against the built-in, training
     dtypes       rows of two-byte values against float32, training and evaluation
     eviction     new ids in every batch at full capacity, against no new ids
     inputs       an IDTypeFeature from 4096 arrays, from CSR and from one array
@@ -24,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from persia._build import kernel_library
 from persia._core.base.halves import DTYPES
 from persia._core.ids.feature_batch import FeatureBatch
 from persia.embedding.data import IDTypeFeature
@@ -54,6 +56,7 @@ from tests.benchmarks.workload import (
     sizes,
     uniform,
 )
+from tests.support.kernels import FOLDER
 
 SGD = {"name": "sgd", "lr": LR}
 NUM_BATCHES = 8
@@ -84,6 +87,22 @@ def optimizers(options: argparse.Namespace) -> None:
     everyone = {
         str(settings["name"]): Persia(sizes(options.quick), options.threads, settings)
         for settings in (ADAGRAD, SGD, {"name": "adam", "lr": LR})
+    }
+    data = [("train", batches(each, options.quick, NUM_BATCHES)) for each in PATTERNS]
+    compare(options, everyone, data)
+
+
+def kernels(options: argparse.Namespace) -> None:
+    """The same rows and state, and the same formula."""
+    table("Training, M ids/s (times the built-in's rate [95 %])", "Adagrad", *PATTERNS)
+    _, name = kernel_library.load_sources("kernels", FOLDER / "adagrad.c", None)
+    in_c = {**ADAGRAD, "name": name}
+    everyone = {
+        "built in": Persia(sizes(options.quick), options.threads),
+        "in C": Persia(sizes(options.quick), options.threads, in_c),
+        "in C, no guard": Persia(
+            sizes(options.quick), options.threads, {**in_c, "guard": False}
+        ),
     }
     data = [("train", batches(each, options.quick, NUM_BATCHES)) for each in PATTERNS]
     compare(options, everyone, data)
@@ -298,7 +317,7 @@ def latency(options: argparse.Namespace) -> None:
 
 CASES: dict[str, Callable[[argparse.Namespace], None]] = {
     case.__name__: case
-    for case in (optimizers, dtypes, eviction, inputs, rows, distinct, latency)
+    for case in (optimizers, kernels, dtypes, eviction, inputs, rows, distinct, latency)
 }
 
 

@@ -111,3 +111,71 @@ def test_the_command_prints_what_was_not_passed(
 ) -> None:
     assert cpp_extension._main(["check", str(tmp_path / "absent.c")]) == 1
     assert "not passed: " in capsys.readouterr().out
+
+
+FILL = """
+#include "persia_kernels.h"
+static const char *const names[] = {"scale"};
+static const double defaults[] = {0.5};
+static int fill(float *values, uint32_t dim, uint64_t seed, uint64_t sign, const double *params)
+{
+    const uint64_t key = persia_mix64(sign ^ persia_mix64(seed));
+    for (uint32_t j = 0; j < dim; j++)
+        values[j] = (float)(params[0] * (double)(persia_mix64(key + j) >> 40) * 0x1p-24);
+    %s
+    return 0;
+}
+static const persia_initializer_t initializer = {
+    .size = sizeof initializer, .num_params = 1, .param_names = names,
+    .param_defaults = defaults, .fill = fill};
+PERSIA_EXPORT_KERNELS(.initializer = &initializer)
+"""
+FILL_MODEL = """
+WORD = (1 << 64) - 1
+
+def mix64(x):
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & WORD
+    return x ^ (x >> 31)
+
+def fill(seed, sign, dim, params):
+    key = mix64(sign ^ mix64(seed))
+    draws = [mix64((key + j) & WORD) >> 40 for j in range(dim)]
+    return [params["scale"] * draw * 2.0**-24 for draw in draws]
+"""
+
+
+def check_fill(tmp_path: Path, statement: str, **params: float) -> list[str]:
+    source, formula = tmp_path / "values.c", tmp_path / "model.py"
+    source.write_text(FILL % statement)
+    formula.write_text(FILL_MODEL)
+    return list(kernel_check.check([source], "values", formula, 1e-5, params))
+
+
+def test_what_a_good_initializer_passes(tmp_path: Path) -> None:
+    lines = check_fill(tmp_path, "", scale=2.0)
+    heads = [line.partition(":")[0] for line in lines]
+    assert heads == [
+        *("compiled", "named", "tried out", "model", "initial values", "sanitizers")
+    ]
+    assert "model.py, bit for bit" in lines[3]
+    with pytest.raises(ConfigError, match="has no option 'scales', did you mean 'scale'"):
+        check_fill(tmp_path, "", scales=2.0)
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("values[0] += 0.1f;", "seed 0, sign 0: values differ from .*model.py"),
+        (
+            "static int n; if (sign > 8 && n++ % 1024 == 1023) values[0] += 1e-6f;",
+            "in another order",
+        ),
+    ],
+)
+def test_what_an_initializer_breaks_is_named(
+    tmp_path: Path, statement: str, message: str
+) -> None:
+    with pytest.raises(ExtensionError, match=message):
+        check_fill(tmp_path, statement)

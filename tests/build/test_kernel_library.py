@@ -69,6 +69,7 @@ def test_a_library_outside_of_the_roots_is_not_loaded(
         ("-DVERSION=0", "returned no kernels"),
         ("-DCRASH=1", "crashed with signal 6 when tried out"),
         ("-DEXTRA=1", "dim 1, it writes beside the row or its state"),
+        ("-DEMPTY=1", "expected an optimizer, an initializer or a scorer, it has none"),
         ("-Dpersia_kernels=other", "expected a library with a function persia_kernels"),
     ],
 )
@@ -77,6 +78,34 @@ def test_what_is_no_library_of_this_interface_is_an_error(flag: str, message: st
     with pytest.raises(ExtensionError, match=message):
         kernel_library.load_file(path, "faulty")
     assert named(path) not in native.loaded()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("-DBESIDE=1", "dim 1, fill writes beside the row"),
+        ("-DCOUNTS=1", "dim 1, fill wrote other values for the same seed and sign"),
+        ("-DFILL=NULL", "expected an initializer with .size = .* and a fill"),
+        ("-DDEFAULTS=NULL", "5 parameters have no names or no defaults"),
+    ],
+)
+def test_an_initializer_that_breaks_its_promise_is_an_error(flag: str, message: str) -> None:
+    path = kernels.library("initial", flag)
+    with pytest.raises(ExtensionError, match=message):
+        kernel_library.load_file(path, "initial")
+    assert named(path, "initial") not in native.loaded()
+
+
+def test_a_library_of_version_1_is_one_without_an_initializer() -> None:
+    name = kernels.load("faulty", "-DOF_VERSION_1=1")
+    assert native.kernels_of(name) == {"optimizer": {}}
+    assert native.kernels_of(kernels.load("initial"))["initializer"]["upper"] == 0.01
+    assert native.kernels_of(kernels.load("scorer")) == {"scorer": {}}
+
+
+def test_a_scorer_that_keeps_something_between_calls_is_an_error() -> None:
+    with pytest.raises(ExtensionError, match="score returned other classes for the same use"):
+        kernels.load("scorer", "-DCOUNTS=1")
 
 
 def test_a_kernel_that_does_not_return_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,13 @@ def test_an_initialization_that_cannot_be_used(
     assert Initialization("uniform", {"lower": -1}).options == {"lower": -1.0, "upper": 0.01}
 
 
+def test_an_initialization_by_a_library_needs_it_in_servers_only() -> None:
+    name = "native:absent:" + "0" * 64
+    assert Initialization(name, {"scale": 1}).options == {"scale": 1.0}
+    with pytest.raises(ConfigError, match=f"initialization {name}: scale must be a number"):
+        Initialization(name, {"scale": "1"})
+
+
 # --- group_settings ---------------------------------------------------------------------------
 
 
@@ -355,7 +362,10 @@ def test_rowwise_adagrad_is_a_name_of_an_option() -> None:
         ("g: {optimizer: {beta1: 1}}", "beta1 must be below 1"),
         ("g: {optimizer: {original_order: 1}}", "original_order must be True or False"),
         ("g: {dtype: f16}", r"g\.dtype: expected 'float32', .*got 'f16'"),
-        ("g: {eviction: {policy: fifo}}", r"g\.eviction\.policy: expected 'lru' or 'lfu'"),
+        (
+            "g: {eviction: {policy: fifo}}",
+            r"g\.eviction\.policy: expected lru, lfu, or native:",
+        ),
         ("g: {eviction: {ttl_seconds: 0}}", r"eviction\.ttl_seconds: expected 0\.001\.\."),
         ("g: {eviction: {ttl_seconds: .nan}}", "ttl_seconds: expected"),
         ("g: {eviction: {ttl_seconds: .inf}}", "ttl_seconds: expected"),
@@ -407,6 +417,17 @@ def test_times_to_live_are_milliseconds_or_steps() -> None:
     assert GroupEviction().kind() == ("lru", None, 0)
     assert GroupEviction("lfu", 0.25).kind() == ("lfu", "milliseconds", 250)
     assert GroupEviction(ttl_steps=7).kind() == ("lru", "steps", 7)
+
+
+def test_a_policy_may_name_a_library() -> None:
+    name = "native:score:" + "0a" * 32
+    schema = grouped({"g": {"eviction": {"policy": name, "ttl_steps": 7}}})
+    eviction = schema.tables[schema.slots["a"].table].settings.eviction
+    assert eviction is not None
+    assert eviction.kind() == (name, "steps", 7)
+    for wrong in ("native:score", name[:-1], name + "0", "native:a-b:" + "0" * 64):
+        with pytest.raises(ConfigError, match=r"policy: expected lru, lfu, or native:"):
+            grouped({"g": {"eviction": {"policy": wrong}}})
 
 
 def test_a_new_id_is_admitted_in_one_way() -> None:

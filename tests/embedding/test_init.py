@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from persia.embedding import (
     EmbeddingConfig,
     Gamma,
     InitialValues,
+    NativeInitialValues,
     Normal,
     Poisson,
     TruncatedNormal,
@@ -25,6 +29,7 @@ from persia.embedding import (
     get_default_embedding_config,
 )
 from persia.errors import ConfigError
+from tests.support import kernels
 
 
 def test_defaults() -> None:
@@ -69,7 +74,7 @@ def test_distributions_are_those_of_the_core_with_its_defaults() -> None:
             f.name: None if f.default is dataclasses.MISSING else f.default
             for f in dataclasses.fields(cls)
         }
-        for cls in public & {*InitialValues.__subclasses__()}
+        for cls in public & {*InitialValues.__subclasses__()} - {NativeInitialValues}
     }
     assert mine == OPTIONS
 
@@ -111,3 +116,34 @@ def test_schema_is_read_at_once() -> None:
     schema = EmbeddingConfig(schema={"slots_config": {"a": {"dim": 4}}}).schema
     assert isinstance(schema, EmbeddingSchema)
     assert EmbeddingConfig(schema=schema).schema is schema
+
+
+def test_native_initial_values_name_their_library() -> None:
+    path = kernels.library("initial")
+    values = NativeInitialValues(kernels.FOLDER / "initial.c", params={"lower": -1})
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    settings = EmbeddingConfig(values).settings().initialization
+    assert (settings.method, values.library) == (f"native:initial:{digest}", path)
+    assert (settings.options["lower"], settings.options["upper"]) == (-1.0, 0.01)
+    assert repr(values).startswith(f"NativeInitialValues('native:initial:{digest}', lower=-1.0")
+    same = NativeInitialValues(path, params={"lower": -1.0})
+    assert (same == values, hash(same) == hash(values)) == (True, True)
+    assert NativeInitialValues(path) != values
+    assert Zeros() != values
+    assert pickle.loads(pickle.dumps(values)) == copy.deepcopy(values) == values
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("initial", {"params": {"low": 1}}, "has no option 'low', did you mean 'lower'"),
+        ("initial", {"params": {"lower": math.nan}}, "lower must be finite"),
+        ("initial", {"name": "a-b"}, "NativeInitialValues: name must be an identifier"),
+        ("adagrad", {}, "expected a library with an initializer, it has its optimizer"),
+    ],
+)
+def test_native_initial_values_that_cannot_be_used(
+    source: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NativeInitialValues(kernels.library(source), **options)

@@ -15,9 +15,9 @@ import torch
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
-from persia.embedding import Constant, EmbeddingConfig
+from persia.embedding import Constant, EmbeddingConfig, InitialValues
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
-from persia.embedding.optim import SGD
+from persia.embedding.optim import SGD, Optimizer
 from tests.faults.batches import NUM_IDS, SLOTS, occurrences
 
 LOADER = Path(__file__).parent / "scripts" / "loader.py"
@@ -34,14 +34,19 @@ class Sum(torch.nn.Module):
         return torch.stack(embeddings).sum() + 0 * self.bias.sum()
 
 
-def make_ctx(slots: Mapping[str, Any] = SLOTS, **options: Any) -> TrainCtx:
+def make_ctx(
+    slots: Mapping[str, Any] = SLOTS,
+    optimizer: Optimizer | None = None,
+    initial: InitialValues | None = None,
+    **options: Any,
+) -> TrainCtx:
     model = Sum()
     return TrainCtx(
         model=model,
-        embedding_optimizer=SGD(lr=1.0),
+        embedding_optimizer=optimizer or SGD(lr=1.0),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         embedding_config=EmbeddingConfig(
-            emb_initialization=Constant(0.0), weight_bound=0.0, schema=slots
+            emb_initialization=initial or Constant(0.0), weight_bound=0.0, schema=slots
         ),
         **options,
     )

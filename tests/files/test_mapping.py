@@ -159,3 +159,16 @@ def test_rows_of_another_library_of_kernels_are_refused_by_its_name() -> None:
         message = f"the optimizer of feature group .* is {before} in the checkpoint and {after}"
         with pytest.raises(ConfigError, match=message):
             Mapping.between(of(before), of(after))
+
+
+def test_rows_scored_by_another_library_are_refused_by_its_name() -> None:
+    one, other = (f"native:score:{digit * 64}" for digit in "01")
+
+    def of(kind: str) -> SavedSchema:
+        return saved(OLD, policies=[(kind, "steps", 5)], policy_of_table=[1, 1])
+
+    assert Mapping.between(of(one), of(one)).notes == ()
+    for before, after in ((one, other), (one, "lfu"), ("lfu", one)):
+        message = f"the eviction of feature group .* is {before} in the checkpoint and {after}"
+        with pytest.raises(ConfigError, match=message):
+            Mapping.between(of(before), of(after))

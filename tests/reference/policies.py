@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.reference.hashing import mix64
 
-Kind = tuple[str, str | None, int]  # lru or lfu, clock, ttl
+Kind = tuple[str, str | None, int]  # lru, lfu or a library with a scorer; clock, ttl
 
 SKETCH = 0x5CE7C4F0A11D0C75
 LINE = 64
@@ -63,6 +63,27 @@ class Lfu(Lru):
             lowest, following, *others = self.classes
             self.classes = [OrderedDict([*lowest.items(), *following.items()]), *others]
             self.classes.append(OrderedDict())
+
+
+class Scored(Lru):
+    """By a user's scorer, tests/support/kernels/scorer.c."""
+
+    def __init__(self) -> None:
+        self.classes = [OrderedDict() for _ in range(16)]
+
+    def use(self, sign: int, is_known: bool, key: int) -> None:
+        grade = sign % 3
+        if is_known:
+            grade = min(self.class_of(sign) + ((key ^ mix64(sign)) & 1), 15)
+        self.remove(sign)
+        self.classes[grade][sign] = None
+
+
+def order_of(kind: Kind) -> Lru:
+    """What ranks the rows of a policy."""
+    if kind[0].startswith("native:"):
+        return Scored()
+    return Lfu() if kind[0] == "lfu" else Lru()
 
 
 class Sketch:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tests.reference import halves, hashing, initial, optim
 from tests.reference.hashing import mix64
-from tests.reference.policies import Kind, Lfu, Lru, Sketch
+from tests.reference.policies import Kind, Sketch, order_of
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -63,7 +63,7 @@ class Row:
 class Shard:
     def __init__(self, kinds: Sequence[Kind]) -> None:
         self.rows: dict[int, Row] = {}
-        self.orders = [Lfu() if kind == "lfu" else Lru() for kind, _, _ in kinds]
+        self.orders = [order_of(kind) for kind in kinds]
 
 
 class Store:

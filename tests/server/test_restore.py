@@ -15,6 +15,8 @@ from persia._files import catalog
 from persia._files.parts import read_part, take
 from persia._files.storage import LocalStorage
 from persia._rpc.messages import (
+    HyperParameters,
+    InitializationSettings,
     LoadRequest,
     LookupRequest,
     OptimizerSettings,
@@ -47,6 +49,7 @@ from tests.support.services import (
     ADAM,
     CONFIG,
     SCHEMA,
+    SETTINGS,
     features,
     gradient,
     make_servers,
@@ -86,6 +89,66 @@ def test_adagrad_of_a_user_has_the_bytes_of_the_built_in(tmp_path: Path, count: 
     refused = make_worker(make_servers(1, optimizer=ADAGRAD))
     with pytest.raises(CheckpointError, match=r"optimizer of .* is native:adagrad:\w{64} in "):
         load(refused, tmp_path)
+
+
+def by_library(*flags: str) -> HyperParameters:
+    """Settings of rows that begin by a kernel with the formula of uniform."""
+    bounds = {"lower": -1.0, "upper": 1.0}
+    return settings(
+        initialization=InitializationSettings(kernels.load("initial", *flags), bounds)
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_rows_by_a_kernel_are_those_of_uniform(tmp_path: Path, count: int) -> None:
+    """Trained, dumped, loaded by other servers, trained on; another library is refused."""
+    built_in, ours = (
+        (make_worker(servers), servers)
+        for servers in (make_servers(count), make_servers(count, hyper=by_library()))
+    )
+    assert_alike(built_in, ours, 0, 3)
+    dump(ours[0], tmp_path)
+    fresh = make_servers(3, hyper=by_library())
+    other = make_worker(fresh)
+    assert load(other, tmp_path) == []
+    assert_alike(built_in, (other, fresh), 3, 2)
+    others = {"a built-in one": SETTINGS, "native:initial:": by_library("-DTAG=4")}
+    for now, hyper in others.items():
+        refused = make_servers(1, hyper=hyper)
+        message = rf"initialization of feature '\w+' is native:initial:\w{{64}} in .* and {now}"
+        with pytest.raises(CheckpointError, match=message):
+            load(make_worker(refused), tmp_path)
+        assert refused[0].get_embedding_size() == 0
+    # Its slots have an initialization of their own.
+    load(make_worker(make_servers(1)), tmp_path, "constant")
+
+
+def test_a_kernel_for_rows_that_began_by_uniform_is_refused(tmp_path: Path) -> None:
+    worker = make_worker(make_servers(1))
+    train(worker, 0, 1)
+    dump(worker, tmp_path)
+    refused = make_worker(make_servers(1, hyper=by_library()))
+    with pytest.raises(CheckpointError, match="a built-in one in the checkpoint and native:"):
+        load(refused, tmp_path)
+
+
+def test_classes_of_a_scorer_come_back_with_their_rows(tmp_path: Path) -> None:
+    """Rows are evicted after a load as they would have been without one."""
+    policy = kernels.load("scorer")
+    names = ("shared", "sqrt", "stacks", "raw")
+    groups = {name: {"eviction": {"policy": policy}} for name in names}
+    schema = EmbeddingSchema.load({**CONFIG, "group_settings": groups})
+    small: dict[str, Any] = {"capacity": 220, "num_hashmap_internal_shards": 1}
+    one, other = (make_servers(1, schema, **small) for _ in range(2))
+    workers = [make_worker(servers, schema) for servers in (one, other)]
+    train(workers[0], 0, 2)
+    dump(workers[0], tmp_path)
+    assert load(workers[1], tmp_path) == []
+    for worker in workers:
+        train(worker, 2, 3)
+    evicted = [servers[0].stats()["evicted_native"] for servers in (one, other)]
+    assert evicted[0] == evicted[1] > 0
+    assert rows_of(other, schema) == rows_of(one, schema)
 
 
 def test_adagrad_of_a_user_evicts_and_writes_changes_as_the_built_in(tmp_path: Path) -> None:

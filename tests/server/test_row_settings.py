@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import (
+    InitializationSettings,
     LearningRate,
     LookupRequest,
     OptimizerSettings,
+    PooledOutput,
     TableEntries,
     TableGradients,
     TableSigns,
@@ -22,7 +24,14 @@ from persia._rpc.messages import (
 )
 from persia._server.service import ParameterServer
 from persia.config import EmbeddingSchema, ParameterServerConfig, tables_at_rate
-from persia.errors import ConfigError, DimMismatch, KernelError, StoreError
+from persia.errors import (
+    ConfigError,
+    DimMismatch,
+    ExtensionError,
+    KernelError,
+    PersiaError,
+    StoreError,
+)
 from tests.reference import optim as model
 from tests.support import kernels
 from tests.support.services import (
@@ -269,6 +278,23 @@ def test_a_group_by_frequency_keeps_what_is_used_often() -> None:
     assert server.server.stats()["evicted_lfu"] == 900 + 32 - 64
 
 
+def test_a_group_by_a_scorer_keeps_what_is_used_often() -> None:
+    server = Server(64, a={"eviction": {"policy": kernels.load("scorer")}})
+    for _ in range(20):
+        server.train("a", range(32))
+    for first in range(100, 1000, 50):
+        server.train("a", range(first, first + 50))
+    assert all(server.held("a", range(32)))
+    assert server.server.stats()["evicted_native"] == 900 + 32 - 64
+
+
+def test_a_scorer_that_is_not_there_is_an_error_of_the_settings() -> None:
+    with pytest.raises(ExtensionError, match=r"expected absent\.so with sha256 0000"):
+        Server(64, a={"eviction": {"policy": "native:absent:" + "0" * 64}})
+    with pytest.raises(ConfigError, match="expected a library with a scorer"):
+        Server(64, a={"eviction": {"policy": kernels.load("adagrad")}})
+
+
 def test_a_kernel_that_fails_for_a_row_leaves_the_others_of_all_tables_stepped() -> None:
     (server,) = make_servers(
         1, schema_with({}), optimizer=OptimizerSettings(kernels.load("faulty"), {"lr": 0.5})
@@ -308,3 +334,38 @@ def test_a_kernel_that_fails_in_one_table_lets_the_others_step() -> None:
     after = server.read_embedding(parts)
     np.testing.assert_array_equal(after[0].values, before[0].values)
     assert (after[1].values != before[1].values).all()
+
+
+def by_library(**options: float) -> EmbeddingSchema:
+    """A schema of which one slot begins by a library."""
+    own = {"method": kernels.load("initial"), **options}
+    slots = {"a": {"dim": DIM}, "b": {"dim": DIM, "initialization": own}}
+    return EmbeddingSchema.load({"slots_config": slots})
+
+
+def test_a_slot_has_initial_values_of_its_own_library() -> None:
+    schema = by_library(lower=0.5, upper=1.0)
+    worker = make_worker(make_servers(1, schema), schema)
+    batch = {name: [[1], [2], [3]] for name in ("a", "b")}
+    outputs = worker.lookup_direct(features(batch)).outputs
+    plain, own = (output.values for output in outputs if isinstance(output, PooledOutput))
+    assert plain.min() < 0.5 <= own.min()
+
+
+def test_a_row_without_values_fails_the_lookup_and_no_other() -> None:
+    schema = by_library(error_at=2)
+    (server,) = make_servers(1, schema)
+    worker = make_worker([server], schema)
+    with pytest.raises(PersiaError, match=r"returned the error 7, the row of sign 0x0\w+2"):
+        worker.lookup_direct(features({"a": [[1]], "b": [[2]]}))
+    worker.lookup_direct(features({"a": [[1]], "b": [[3]]}, 1))
+    assert server.get_embedding_size() == 2
+
+
+def test_a_library_that_is_not_there_or_has_no_such_parameter_is_refused() -> None:
+    (server,) = make_servers(1, hyper=None)
+    absent = InitializationSettings("native:absent:" + "0" * 64)
+    with pytest.raises(ExtensionError, match=r"expected absent\.so with sha256 0000"):
+        server.configure(replace(SETTINGS, initialization=absent))
+    with pytest.raises(ConfigError, match="has no option 'scale'"):
+        make_servers(1, by_library(scale=1.0))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from persia._rpc.messages import (
     LookupRequest,
+    OptimizerSettings,
     TableGradients,
     TableSigns,
     UpdateReport,
@@ -26,7 +27,8 @@ from persia._server.row_settings import ServerSettings
 from persia._server.service import ParameterServer
 from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from persia.errors import CheckpointError, ConfigError, StoreError
+from persia.errors import CheckpointError, ConfigError, KernelError, StoreError
+from tests.support import kernels
 from tests.support.fixtures import Log, Monkey
 from tests.support.profiles import tries
 from tests.support.saving import committed, dump, load, verified
@@ -418,3 +420,25 @@ def test_a_change_log_goes_on_with_its_history(directory: Path, tmp_path: Path) 
     empty = configured(serve(StateFile(path_of(directory, "other"), SHARDS), **logging_changes))
     assert promise(empty)["history"] != before["history"]
     kill(empty)
+
+
+@pytest.mark.parametrize("gradient", [100.0, 200.0])
+def test_rows_that_a_kernel_fails_for_are_put_back_from_the_journal(
+    directory: Path, gradient: float
+) -> None:
+    server = serve(open_file(directory))
+    server.configure(other_settings())
+    server.register_optimizer(OptimizerSettings(kernels.load("faulty"), {"lr": 0.5}))
+    parts = (TableSigns(0, SIGNS),)
+    server.lookup(LookupRequest(0, True, parts))
+    (before,) = server.read_embedding(parts)
+    gradients = np.ones((len(SIGNS), 4), np.float32)
+    failed = np.isin(np.arange(len(SIGNS)), (5, 150, 299))
+    gradients[failed, 0] = gradient
+    update = UpdateRequest((0, 0), (TableGradients(0, SIGNS, None, gradients),))
+    with pytest.raises(KernelError, match="3 rows are as they were"):
+        server.update(update)
+    (after,) = server.read_embedding(parts)
+    np.testing.assert_array_equal(after.values[failed], before.values[failed])
+    np.testing.assert_array_equal(after.states[failed], before.states[failed])
+    np.testing.assert_array_equal(after.values[~failed], before.values[~failed] - 0.5)

@@ -19,6 +19,7 @@ from persia._server import restore
 from persia._server.service import ParameterServer
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._worker.service import EmbeddingWorker
+from persia.config import EmbeddingSchema
 from tests.support.fixtures import Monkey
 from tests.support.services import (
     ADAGRAD,
@@ -45,11 +46,13 @@ def train(worker: EmbeddingWorker, first: int, count: int) -> None:
         worker.update(gradient(result, (1, number)))
 
 
-def rows_of(servers: list[ParameterServer]) -> dict[int, bytes]:
+def rows_of(
+    servers: list[ParameterServer], schema: EmbeddingSchema = SCHEMA
+) -> dict[int, bytes]:
     """Every row that training may have made, whole, by sign."""
     wanted: dict[int, set[int]] = {}
     for name in FEATURES:
-        slot = SCHEMA.slots[name]
+        slot = schema.slots[name]
         wanted.setdefault(slot.table, set()).update(sign(name, x) for x in range(2000))
     found = read_rows(servers, {table: sorted(signs) for table, signs in wanted.items()})
     return {key: row.tobytes() for key, row in found.items()}

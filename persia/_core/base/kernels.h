@@ -80,15 +80,6 @@ static inline int persia_best_level(void) { return 0; }
 
 #endif
 
-/* mix64 of hashing.pxd. */
-PERSIA_INLINE uint64_t persia_mix64(uint64_t x)
-{
-    x += 0x9E3779B97F4A7C15u;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-}
-
 /* The common dims become literals to the compiler: rows without counters or remainders. For a
  * loop that returns something, `loop` is an assignment of it. */
 #define PERSIA_BY_DIM(loop, dim, ...)                \
@@ -147,6 +138,9 @@ typedef struct {
 /* What a call of a step is about, and what became of it. */
 typedef struct {
     uint64_t number;       /* of the update */
+    /* Old values and state of the rows, one row behind the other, where the caller keeps them;
+     * otherwise NULL, and what may be put back is copied. */
+    float *kept;
     uint32_t num_failed;   /* rows that are as they were, because the kernel failed */
     uint32_t first_failed; /* place of the first of them */
     int code;              /* that the kernel returned for it, or PERSIA_WROTE_NAN */
@@ -154,6 +148,12 @@ typedef struct {
 
 #define PERSIA_WROTE_NAN INT32_MIN
 #define PERSIA_NO_MEMORY (INT32_MIN + 1)
+
+PERSIA_INLINE persia_call_t persia_new_call(uint64_t number, void *kept)
+{
+    const persia_call_t call = {.number = number, .kept = (float *)kept};
+    return call;
+}
 
 /* Steps n rows. values[i] is row i's embedding (dim floats); states[i] its state, which is right
  * behind the embedding where `states` is NULL; grads[i] is its gradient (dim floats). None of

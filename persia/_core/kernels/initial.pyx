@@ -10,11 +10,13 @@
     truncated_normal   the same, u scaled to the probability between -2 and 2 deviations
     gamma              Marsaglia and Tsang, ACM TOMS 26 (2000)
     poisson            Knuth's products, in pieces of lambda small enough for exp(-lambda)
+    native:...         the function of a user's library (see ``native``), of seed and sign
 """
 
 import copyreg
 
-from persia.errors import ConfigError
+from persia._core.kernels.native import is_native
+from persia.errors import ConfigError, KernelError
 
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
@@ -29,6 +31,7 @@ from persia._core.base.arrays cimport check_rows
 from persia._core.base.halves cimport dtype_number, half_kernels, persia_half_t
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport uint16_t, uint32_t, uint64_t
+from persia._core.kernels.native cimport library_with_initializer
 
 cdef enum:
     UNIFORM
@@ -37,6 +40,7 @@ cdef enum:
     GAMMA
     POISSON
     CONSTANT
+    NATIVE
 
 _METHODS = {
     "uniform": UNIFORM,
@@ -74,6 +78,35 @@ cdef double LN2_LOW = 1.90821492927058770002e-10
 cdef double BELOW_MINUS_2 = 0.022750131948179207    # P(z < -2) of the standard normal
 cdef double POISSON_PIECE = 32.0    # exp(-32) is 1e-14: far from the smallest double
 
+
+cdef extern from "kernel_crash.h":
+    """
+    #include <math.h>
+
+    #include "persia_kernels.h"
+
+    #define PERSIA_NOT_FINITE INT32_MIN
+
+    /* Calls a kernel of a user; what cannot be a row's values is an error as well. */
+    static int persia_fill_native(
+        const persia_initializer_t *native, const char *name, const double *params,
+        uint64_t seed, uint64_t sign, float *out, uint32_t dim)
+    {
+        persia_running_kernel = name;
+        const int code = native->fill(out, dim, seed, sign, params);
+        persia_running_kernel = NULL;
+        for (uint32_t j = 0; code == 0 && j < dim; j++)
+            if (!isfinite(out[j]))
+                return PERSIA_NOT_FINITE;
+        return code;
+    }
+    """
+    enum:
+        PERSIA_NOT_FINITE
+    int persia_fill_native(
+        const persia_initializer_t *native, const char *name, const double *params,
+        uint64_t seed, uint64_t sign, float *out, uint32_t dim) noexcept nogil
+    void persia_watch_crashes() noexcept
 
 cdef extern from *:
     """
@@ -244,8 +277,20 @@ cdef double poisson_value(uint64_t stream, double pieces, double threshold) noex
     return total
 
 
+cdef object no_values(Initializer initializer, int code, uint64_t sign):
+    why = "wrote values that are not finite" if code == PERSIA_NOT_FINITE else (
+        f"returned the error {code}")
+    return KernelError(
+        f"initialization {initializer.name}: the kernel {why}, the row of sign {sign:#018x}")
+
+
 def complete(method, options):
     """The options of ``method`` with defaults filled in, each a checked float."""
+    if is_native(method):
+        owner = f"initialization {method}"
+        known = library_with_initializer(method).initializer_params
+        values = with_defaults(owner, options, known)
+        return {option: number(owner, option, value) for option, value in values.items()}
     if method not in OPTIONS:
         raise unknown("initialization", method, OPTIONS)
     owner = f"initialization {method}"
@@ -272,7 +317,8 @@ def complete(method, options):
 cdef class Initializer:
     """A distribution from which rows take their first values.
 
-    ``method`` is a key of ``OPTIONS``; options that are left out take the defaults there.
+    ``method`` is a key of ``OPTIONS``, or names a loaded library; options that are left out
+    take the defaults there.
 
     Raises:
         ConfigError: If the method or an option is unknown, missing or out of its range.
@@ -281,8 +327,11 @@ cdef class Initializer:
     def __cinit__(self, method="uniform", **options):
         self.options = complete(method, options)
         self.name = method
-        self.method = _METHODS[method]
         self.parameters[:] = [0.0, 0.0, 0.0, 0.0]
+        if is_native(method):
+            self._use_library(library_with_initializer(method))
+            return
+        self.method = _METHODS[method]
         values = list(self.options.values())
         if self.method == UNIFORM:
             # Bounds as f32: a value is compared with what the user can store.
@@ -293,6 +342,15 @@ cdef class Initializer:
             values = [pieces, exponential(-values[0] / pieces)]
         for i, value in enumerate(values):
             self.parameters[i] = value
+
+    def _use_library(self, NativeLibrary library):
+        cdef double[::1] params = np.array([*self.options.values(), 0.0])
+        self.method = NATIVE
+        self.library, self._params = library, params
+        self.native = library.initializer
+        self.native_name = library.label
+        self.native_params = &params[0]
+        persia_watch_crashes()
 
     def __reduce__(self):
         return copyreg.__newobj_ex__, (Initializer, (self.name,), self.options)
@@ -309,7 +367,9 @@ cdef class Initializer:
     def __hash__(self):
         return hash((self.name, tuple(self.options.items())))
 
-    cdef void fill(self, uint64_t seed, uint64_t sign, float *out, uint32_t dim) noexcept nogil:
+    cdef int fill(
+        self, uint64_t seed, uint64_t sign, float *out, uint32_t dim
+    ) noexcept nogil:
         cdef uint64_t key = mix64(sign ^ mix64(seed))
         cdef double a = self.parameters[0]
         cdef double b = self.parameters[1]
@@ -339,19 +399,26 @@ cdef class Initializer:
         elif self.method == POISSON:
             for j in range(dim):
                 out[j] = <float>poisson_value(mix64(key + j), a, b)
+        elif self.method == NATIVE:
+            return persia_fill_native(
+                self.native, self.native_name, self.native_params, seed, sign, out, dim)
         else:
             for j in range(dim):
                 out[j] = <float>a
+        return 0
 
     def values(self, seed, sign, dim):
         """First values f32 [dim] of the row of ``sign`` under ``seed`` (both u64)."""
         cdef uint64_t seed_word = seed
         cdef uint64_t sign_word = sign
         cdef uint32_t size = dim
+        cdef int code
         result = np.empty(size, dtype=np.float32)
         cdef float[::1] view = result
         with nogil:
-            self.fill(seed_word, sign_word, &view[0], size)
+            code = self.fill(seed_word, sign_word, &view[0], size)
+        if code:
+            raise no_values(self, code, sign_word)
         return result
 
     def fill_rows(
@@ -364,6 +431,7 @@ cdef class Initializer:
         cdef uint32_t dim = <uint32_t> rows_out.shape[1]
         cdef uint16_t *rounded = NULL
         cdef Py_ssize_t i
+        cdef int code = 0
         check_rows("rows_out", signs.shape[0], rows_out.shape[0], rows_out.shape[1])
         if half != NULL:
             rounded = <uint16_t *> malloc(dim * sizeof(uint16_t))
@@ -371,11 +439,15 @@ cdef class Initializer:
                 raise MemoryError(f"a row of {dim} values")
         with nogil:
             for i in range(signs.shape[0]):
-                self.fill(seed_word, signs[i], &rows_out[i, 0], dim)
+                code = self.fill(seed_word, signs[i], &rows_out[i, 0], dim)
+                if code:
+                    break
                 if half != NULL:
                     half.narrow(&rows_out[i, 0], rounded, dim)
                     half.widen(rounded, &rows_out[i, 0], dim)
         free(rounded)
+        if code:
+            raise no_values(self, code, signs[i])
 
 
 def elementary(double x):

@@ -1,10 +1,11 @@
 """Kernels of libraries that have the interface of persia_kernels.h.
 
-A library is loaded once per process and never unloaded. Optimizers name it as
+A library is loaded once per process and never unloaded. What its kernels are used for names it as
 
     native:<name>:<sha256 of the library>
 
-so that whatever names an optimizer, a message or a checkpoint, names one library.
+so that whatever names an optimizer, initial values or a policy of eviction, a message or a
+checkpoint, names one library.
 """
 
 import math
@@ -15,8 +16,24 @@ from persia.errors import ConfigError, ExtensionError
 
 
 cdef extern from "persia_kernels.h":
+    """
+    /* Libraries of version 1 end before these members. */
+    #define PERSIA_MEMBER_OF(kernels, member)                                                  \
+        ((kernels)->size < offsetof(persia_kernels_t, member) + sizeof (kernels)->member ? NULL \
+                                                                      : (kernels)->member)
+    static const persia_initializer_t *persia_initializer_of(const persia_kernels_t *kernels)
+    {
+        return PERSIA_MEMBER_OF(kernels, initializer);
+    }
+    static const persia_scorer_t *persia_scorer_of(const persia_kernels_t *kernels)
+    {
+        return PERSIA_MEMBER_OF(kernels, scorer);
+    }
+    """
     enum:
         PERSIA_KERNELS_VERSION
+    const persia_initializer_t *persia_initializer_of(const persia_kernels_t *kernels) noexcept
+    const persia_scorer_t *persia_scorer_of(const persia_kernels_t *kernels) noexcept
 
 cdef extern from "dlfcn.h" nogil:
     enum:
@@ -49,20 +66,57 @@ def loaded():
     return tuple(_libraries)
 
 
-def params_of(name):
-    """The parameters of a loaded library, with their defaults."""
-    return dict(library_of(name).params)
+def kernels_of(name):
+    """The kernels of a loaded library, and the parameters of each with their defaults.
+
+    They are called ``optimizer``, ``initializer`` and ``scorer``.
+    """
+    cdef NativeLibrary library = library_of(name)
+    found = {}
+    if library.optimizer != NULL:
+        found["optimizer"] = dict(library.params)
+    if library.initializer != NULL:
+        found["initializer"] = dict(library.initializer_params)
+    if library.scorer != NULL:
+        found["scorer"] = {}
+    return found
 
 
 cdef NativeLibrary library_of(str name):
     library = _libraries.get(name)
     if library is None:
-        raise ConfigError(f"optimizer {name}: this process has not loaded its library")
+        raise ConfigError(f"{name}: this process has not loaded its library")
     return library
 
 
+cdef NativeLibrary library_with_optimizer(str name):
+    cdef NativeLibrary library = library_of(name)
+    if library.optimizer == NULL:
+        raise lacks(f"optimizer {name}", "an optimizer", name)
+    return library
+
+
+cdef NativeLibrary library_with_initializer(str name):
+    cdef NativeLibrary library = library_of(name)
+    if library.initializer == NULL:
+        raise lacks(f"initialization {name}", "an initializer", name)
+    return library
+
+
+cdef NativeLibrary library_with_scorer(str name):
+    cdef NativeLibrary library = library_of(name)
+    if library.scorer == NULL:
+        raise lacks(f"policy {name}", "a scorer", name)
+    return library
+
+
+cdef object lacks(str owner, str kernel, str name):
+    found = " and ".join(kernels_of(name))
+    return ConfigError(f"{owner}: expected a library with {kernel}, it has its {found}")
+
+
 def load(path, name):
-    """Load the library at ``path`` as optimizer ``name``, unless it is loaded.
+    """Load the library at ``path`` as ``name``, unless it is loaded.
 
     Raises:
         ExtensionError: If it is no library, or not one of this interface.
@@ -98,14 +152,46 @@ cdef int read_library(NativeLibrary library, str path) except -1:
             f"{library.name}: it is of interface version {kernels.version}, this PERSIA has "
             f"{PERSIA_KERNELS_VERSION}: compile it with the persia_kernels.h that is installed "
             "here, or install the PERSIA that it was compiled with")
-    if kernels.size < sizeof(persia_kernels_t) or kernels.optimizer == NULL:
-        raise ExtensionError(f"{library.name}: expected an optimizer, it has none")
     library.optimizer = kernels.optimizer
-    if library.optimizer.size < sizeof(persia_optimizer_t) or library.optimizer.step == NULL:
+    library.initializer = persia_initializer_of(kernels)
+    library.scorer = persia_scorer_of(kernels)
+    if library.optimizer == NULL and library.initializer == NULL and library.scorer == NULL:
+        raise ExtensionError(
+            f"{library.name}: expected an optimizer, an initializer or a scorer, it has none")
+    if library.optimizer != NULL:
+        read_optimizer(library)
+    if library.initializer != NULL:
+        read_initializer(library)
+    if library.scorer != NULL and (
+            library.scorer.size < sizeof(persia_scorer_t) or library.scorer.score == NULL):
+        raise ExtensionError(
+            f"{library.name}: expected a scorer with .size = sizeof(persia_scorer_t) = "
+            f"{sizeof(persia_scorer_t)} and a score, got size {library.scorer.size}")
+    return 0
+
+
+cdef int read_optimizer(NativeLibrary library) except -1:
+    cdef const persia_optimizer_t *optimizer = library.optimizer
+    if optimizer.size < sizeof(persia_optimizer_t) or optimizer.step == NULL:
         raise ExtensionError(
             f"{library.name}: expected an optimizer with .size = sizeof(persia_optimizer_t) "
-            f"= {sizeof(persia_optimizer_t)} and a step, got size {library.optimizer.size}")
-    library.params = read_params(library)
+            f"= {sizeof(persia_optimizer_t)} and a step, got size {optimizer.size}")
+    library.params = read_params(
+        f"{library.name}: optimizer", optimizer.num_params, optimizer.param_names,
+        optimizer.param_defaults, ("lr", "guard"))
+    return 0
+
+
+cdef int read_initializer(NativeLibrary library) except -1:
+    cdef const persia_initializer_t *initializer = library.initializer
+    if initializer.size < sizeof(persia_initializer_t) or initializer.fill == NULL:
+        raise ExtensionError(
+            f"{library.name}: expected an initializer with .size = "
+            f"sizeof(persia_initializer_t) = {sizeof(persia_initializer_t)} and a fill, got "
+            f"size {initializer.size}")
+    library.initializer_params = read_params(
+        f"{library.name}: initializer", initializer.num_params, initializer.param_names,
+        initializer.param_defaults, ("method",))
     return 0
 
 
@@ -114,28 +200,27 @@ cdef str last_error():
     return "unknown" if text == NULL else (<bytes> text).decode(errors="replace")
 
 
-cdef dict read_params(NativeLibrary library):
-    cdef const persia_optimizer_t *optimizer = library.optimizer
+cdef dict read_params(
+    str owner, uint32_t count, const char *const *names, const double *defaults, tuple taken
+):
+    """Parameters of a kernel, with their defaults; names ``taken`` are PERSIA's own."""
     cdef uint32_t i
     found = {}
-    if optimizer.num_params > _MAX_PARAMS:
+    if count > _MAX_PARAMS:
         raise ExtensionError(
-            f"{library.name}: expected at most {_MAX_PARAMS} parameters, got "
-            f"{optimizer.num_params}")
-    if optimizer.num_params and (
-            optimizer.param_names == NULL or optimizer.param_defaults == NULL):
-        raise ExtensionError(
-            f"{library.name}: {optimizer.num_params} parameters have no names or no defaults")
-    for i in range(optimizer.num_params):
-        name = (<bytes> optimizer.param_names[i]).decode(errors="replace")
-        if not name.isidentifier() or name in ("lr", "guard") or name in found:
+            f"{owner}: expected at most {_MAX_PARAMS} parameters, got {count}")
+    if count and (names == NULL or defaults == NULL):
+        raise ExtensionError(f"{owner}: {count} parameters have no names or no defaults")
+    for i in range(count):
+        name = (<bytes> names[i]).decode(errors="replace")
+        if not name.isidentifier() or name in taken or name in found:
             raise ExtensionError(
-                f"{library.name}: expected parameters with names of their own, other than lr "
-                f"and guard, got {name!r}")
-        found[name] = float(optimizer.param_defaults[i])
+                f"{owner}: expected parameters with names of their own, other than "
+                f"{' and '.join(taken)}, got {name!r}")
+        found[name] = float(defaults[i])
         if not math.isfinite(found[name]):
             raise ExtensionError(
-                f"{library.name}: the default of {name} must be finite, got {found[name]}")
+                f"{owner}: the default of {name} must be finite, got {found[name]}")
     return found
 
 
@@ -147,6 +232,7 @@ cdef class NativeLibrary:
         parts = name.split(":")
         self.label = f"{parts[1]} (sha256 {parts[2][:12]})".encode()
         self.params = {}
+        self.initializer_params = {}
         self._widths = {}
 
     cdef object widths(self, object params):
@@ -211,6 +297,46 @@ cdef class NativeLibrary:
             return "step wrote values that are not finite"
         return None
 
+    cdef object try_fill(self, uint32_t dim, const double[::1] params):
+        """Fill rows of a dim, each one twice; what is wrong with the values, or None."""
+        cdef uint32_t i
+        cdef int code
+        words = np.empty((2, dim + 2), dtype=np.uint32)
+        floats = words.view(np.float32)
+        cdef float[:, ::1] view = floats
+        cdef uint64_t sign
+        for sign in (0, 1, 0xFFFFFFFFFFFFFFFF):
+            words.fill(_GUARD)
+            for i in range(2):
+                code = self.initializer.fill(&view[i, 1], dim, 7, sign, &params[0])
+                if code != 0:
+                    return f"fill returned {code}"
+            if (words[:, [0, dim + 1]] != _GUARD).any():
+                return "fill writes beside the row"
+            if not np.isfinite(floats[:, 1:dim + 1]).all():
+                return "fill wrote values that are not finite"
+            if (words[0] != words[1]).any():
+                return "fill wrote other values for the same seed and sign"
+        return None
+
+    cdef object try_score(self, uint32_t dim):
+        """Score uses of a row of a dim, each twice; what is wrong, or None."""
+        cdef persia_use_t use
+        cdef uint32_t first, before
+        # The state as large as the row, between guards: a scorer only reads.
+        words = np.full(2 * dim, _GUARD, dtype=np.uint32)
+        cdef const float[::1] floats = words.view(np.float32)
+        use.sign, use.draw, use.dim, use.num_state_words = 1, 7, dim, dim
+        use.values, use.state = &floats[0], &floats[dim]
+        for before in range(17):
+            use.before, use.is_new = before % 16, before == 16
+            first = self.scorer.score(&use)
+            if self.scorer.score(&use) != first:
+                return "score returned other classes for the same use"
+        if (words != _GUARD).any():
+            return "score changes the row"
+        return None
+
 
 def try_out(name):
     """Call each function of a loaded library on rows of several dims.
@@ -219,13 +345,18 @@ def try_out(name):
         ExtensionError: If it does not do what persia_kernels.h says.
     """
     cdef NativeLibrary library = library_of(name)
-    defaults = tuple(library.params.values())
-    widths = library.widths(defaults)
-    params = np.array([*defaults, 0.0])
+    params = np.array([*library.params.values(), 0.0])
+    initial = np.array([*library.initializer_params.values(), 0.0])
+    widths = None
+    if library.optimizer != NULL:
+        widths = library.widths(tuple(library.params.values()))
     for dim in _TRIED_DIMS:
-        width = widths[dim]
-        if width == NO_WIDTH:
-            continue
-        problem = library.try_dim(dim, width, params)
+        problem = None
+        if library.initializer != NULL:
+            problem = library.try_fill(dim, initial)
+        if problem is None and library.scorer != NULL:
+            problem = library.try_score(dim)
+        if problem is None and widths is not None and widths[dim] != NO_WIDTH:
+            problem = library.try_dim(dim, widths[dim], params)
         if problem is not None:
             raise ExtensionError(f"{name}: with rows of dim {dim}, {problem}")

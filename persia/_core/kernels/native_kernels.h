@@ -8,18 +8,17 @@
  *     rows that fail are known by their signs and all others take their step;
  *   - it leaves a NaN in a row that had none, by a gradient that had none: this row is put back.
  *     Without a guard, which is a copy of each row and costs as much as a cheap step, failed rows
- *     are known as well, but are as the kernel left them;
- *   - it crashes. While a thread is in a kernel its name is in persia_running_kernel, and the
- *     handler of the signal says it before the process ends as it would have.
+ *     are known as well, but are as the kernel left them. A server with a state file has such
+ *     copies in any case;
+ *   - it crashes: see kernel_crash.h.
  */
 #ifndef PERSIA_NATIVE_KERNELS_H
 #define PERSIA_NATIVE_KERNELS_H
 
 #include <math.h>
-#include <signal.h>
 #include <stdlib.h>
-#include <unistd.h>
 
+#include "kernel_crash.h"
 #include "optim_kernels.h"
 
 enum {
@@ -27,63 +26,6 @@ enum {
     /* Of old rows, on the stack: so few that the rows themselves stay in the first cache. */
     PERSIA_KEPT_WORDS = 2048,
 };
-
-/* initial-exec: the handler of a signal must not allocate. */
-#if defined(__linux__)
-#define PERSIA_THREAD_LOCAL static __thread __attribute__((tls_model("initial-exec")))
-#else
-#define PERSIA_THREAD_LOCAL static __thread
-#endif
-PERSIA_THREAD_LOCAL const char *volatile persia_running_kernel;
-
-/* --- crashes --------------------------------------------------------------------------------- */
-
-static const int persia_crash_signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-enum { PERSIA_NUM_CRASH_SIGNALS = sizeof persia_crash_signals / sizeof(int) };
-static struct sigaction persia_old_actions[PERSIA_NUM_CRASH_SIGNALS];
-static const char *const persia_crash_names[] = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"};
-
-static void persia_write(const char *text)
-{
-    if (write(STDERR_FILENO, text, strlen(text)) < 0)
-        return; /* there is nothing else to say it with */
-}
-
-/* Says which kernel it was, and leaves the signal to the handler before: what crashed runs again
- * and crashes again. */
-static void persia_on_crash(int number)
-{
-    for (int i = 0; i < PERSIA_NUM_CRASH_SIGNALS; i++) {
-        if (persia_crash_signals[i] != number)
-            continue;
-        const char *name = persia_running_kernel;
-        if (name != NULL) {
-            persia_write("persia: kernel ");
-            persia_write(name);
-            persia_write(" crashed with ");
-            persia_write(persia_crash_names[i]);
-            persia_write("; this process ends\n");
-        }
-        sigaction(number, &persia_old_actions[i], NULL);
-    }
-    if (number == SIGABRT)
-        raise(number);
-}
-
-static void persia_watch_crashes(void)
-{
-    static int is_watching;
-    if (is_watching)
-        return;
-    is_watching = 1;
-    struct sigaction action;
-    memset(&action, 0, sizeof action);
-    action.sa_handler = persia_on_crash;
-    action.sa_flags = SA_ONSTACK;
-    sigemptyset(&action.sa_mask);
-    for (int i = 0; i < PERSIA_NUM_CRASH_SIGNALS; i++)
-        sigaction(persia_crash_signals[i], &action, &persia_old_actions[i]);
-}
 
 /* --- steps ----------------------------------------------------------------------------------- */
 
@@ -131,22 +73,19 @@ static void persia_bound_rows(float *const *values, size_t n, size_t dim, float 
             values[i][j] = persia_bounded(values[i][j], bound);
 }
 
-/* Copies rows with the state behind them; `width` is a literal, and a multiple of 8. */
-PERSIA_INLINE void persia_copy_rows(float *to, float *const *values, size_t n, size_t width)
+/* `count` is a literal, and a multiple of 8. */
+PERSIA_INLINE void persia_copy_floats(float *restrict to, const float *restrict from, size_t count)
 {
-    for (size_t i = 0; i < n; i++, to += width) {
-        const float *restrict const from = values[i];
-        size_t j = 0;
-        for (; j + 16 <= width; j += 16) {
-            persia_line_t line;
-            memcpy(&line, from + j, sizeof line);
-            memcpy(to + j, &line, sizeof line);
-        }
-        if (j < width) {
-            persia_lanes_t lanes;
-            memcpy(&lanes, from + j, sizeof lanes);
-            memcpy(to + j, &lanes, sizeof lanes);
-        }
+    size_t j = 0;
+    for (; j + 16 <= count; j += 16) {
+        persia_line_t line;
+        memcpy(&line, from + j, sizeof line);
+        memcpy(to + j, &line, sizeof line);
+    }
+    if (j < count) {
+        persia_lanes_t lanes;
+        memcpy(&lanes, from + j, sizeof lanes);
+        memcpy(to + j, &lanes, sizeof lanes);
     }
 }
 
@@ -184,14 +123,32 @@ __attribute__((noinline)) static void persia_keep_any(
     }
 }
 
-/* `is_usual`: dim is a literal of PERSIA_BY_DIM, and the state stands behind the values. */
-PERSIA_INLINE void persia_keep(
-    const persia_native_t *this, const persia_block_t *rows, size_t dim, int is_usual)
+/* Of states of `vectors` times dim words and some more; both are literals. */
+PERSIA_INLINE void persia_keep_vectors(
+    const persia_native_t *this, const persia_block_t *rows, size_t dim, size_t vectors)
 {
-    if (is_usual && this->words == dim)
-        persia_copy_rows(this->kept, rows->values, rows->num_rows, 2 * dim);
-    else if (is_usual && this->words == 2 * dim)
-        persia_copy_rows(this->kept, rows->values, rows->num_rows, 3 * dim);
+    const size_t width = dim + this->words;
+    float *to = this->kept;
+    for (size_t i = 0; i < rows->num_rows; i++, to += width) {
+        persia_copy_floats(to, rows->values[i], dim);
+        persia_copy_floats(to + dim, rows->states[i], vectors * dim);
+        for (size_t k = vectors * dim; k < this->words; k++)
+            to[dim + k] = rows->states[i][k];
+    }
+}
+
+PERSIA_INLINE void persia_keep(
+    const persia_native_t *this, const persia_block_t *rows, size_t dim)
+{
+    const size_t words = this->words;
+    if (!__builtin_constant_p(dim))
+        persia_keep_any(this, rows);
+    else if (words <= 2)
+        persia_keep_vectors(this, rows, dim, 0);
+    else if (words >= dim && words <= dim + 2)
+        persia_keep_vectors(this, rows, dim, 1);
+    else if (words >= 2 * dim && words <= 2 * dim + 2)
+        persia_keep_vectors(this, rows, dim, 2);
     else
         persia_keep_any(this, rows);
 }
@@ -272,81 +229,86 @@ __attribute__((noinline)) static void persia_step_alone(
     float *const *values, float *const *states, const float *const *grads, size_t n,        \
         const persia_optim_t *o, persia_call_t *call
 
-/* Kernels of users: what a call may spoil is kept. */
-PERSIA_INLINE void persia_native_loop(size_t dim, PERSIA_NATIVE_STEPPED)
+/* The rows from `begin` on as a kernel takes them; `behind` has room for where their states are. */
+PERSIA_INLINE persia_block_t persia_block(
+    size_t dim, size_t begin, size_t count, float **behind, PERSIA_NATIVE_STEPPED)
+{
+    (void)n;
+    for (size_t i = 0; states == NULL && i < count; i++)
+        behind[i] = values[begin + i] + dim;
+    const persia_block_t rows = {
+        .num_rows = count, .dim = dim, .values = values + begin,
+        .states = states == NULL ? behind : states + begin, .grads = grads + begin,
+        .lr = o->lr_exact, .step = call->number, .params = o->native_params,
+    };
+    return rows;
+}
+
+/* Calls a kernel of a user, or a trusted one of PERSIA's own: that one does not fail, and is of a
+ * level of instructions. */
+PERSIA_INLINE void persia_native_loop(
+    size_t dim, int is_trusted, int level, PERSIA_NATIVE_STEPPED)
 {
     float stack[PERSIA_KEPT_WORDS] __attribute__((aligned(64)));
     float *behind[PERSIA_NATIVE_ROWS];
     const size_t words = o->native_widths[dim], width = dim + words;
-    size_t at_once = PERSIA_KEPT_WORDS / width;
-    at_once = at_once == 0 ? 1 : at_once > PERSIA_NATIVE_ROWS ? PERSIA_NATIVE_ROWS : at_once;
+    const int is_copied = !is_trusted && o->is_guarded && call->kept == NULL;
     persia_native_t this = {o, call, dim, words, stack};
-    if (width > PERSIA_KEPT_WORDS && (this.kept = malloc(width * sizeof(float))) == NULL) {
+    /* Fewer rows a call are slower, by what a call costs. */
+    size_t at_once = PERSIA_NATIVE_ROWS;
+    if (is_copied && at_once * width > PERSIA_KEPT_WORDS)
+        at_once = width < PERSIA_KEPT_WORDS ? PERSIA_KEPT_WORDS / width : 1;
+    if (is_copied && width > PERSIA_KEPT_WORDS
+        && (this.kept = malloc(width * sizeof(float))) == NULL) {
         for (size_t i = 0; i < n; i++)
             persia_note_failure(call, i, PERSIA_NO_MEMORY);
         return;
     }
     for (size_t begin = 0; begin < n; begin += at_once) {
         const size_t count = n - begin < at_once ? n - begin : at_once;
-        for (size_t i = 0; states == NULL && i < count; i++)
-            behind[i] = values[begin + i] + dim;
-        const persia_block_t rows = {
-            .num_rows = count, .dim = dim, .values = values + begin,
-            .states = states == NULL ? behind : states + begin, .grads = grads + begin,
-            .lr = o->lr_exact, .step = call->number, .params = o->native_params,
-        };
-        if (o->is_guarded)
-            persia_keep(&this, &rows, dim, states == NULL && __builtin_constant_p(dim));
+        const persia_block_t rows =
+            persia_block(dim, begin, count, behind, values, states, grads, n, o, call);
+        if (is_trusted) {
+            o->native_steps[level](&rows);
+            if (persia_are_beyond(rows.values, count, dim, o->weight_bound))
+                persia_bound_rows(rows.values, count, dim, o->weight_bound);
+            continue;
+        }
+        if (is_copied)
+            persia_keep(&this, &rows, dim);
+        else if (call->kept != NULL)
+            this.kept = call->kept + begin * width;
         const int code = persia_call_kernel(o, &rows);
         if (code != 0)
             persia_step_alone(&this, &rows, begin, code);
         else if (persia_are_beyond(rows.values, count, dim, o->weight_bound))
             persia_settle(&this, &rows, begin);
     }
-    if (this.kept != stack)
+    if (is_copied && this.kept != stack)
         free(this.kept);
 }
 
-PERSIA_VARIANTS(
-    void, persia_native_step,
-    (float *const *values, float *const *states, const float *const *grads, size_t n, size_t dim,
-     const persia_optim_t *o, persia_call_t *call),
-    { PERSIA_BY_DIM(persia_native_loop, dim, values, states, grads, n, o, call) })
-
-static const persia_step_t persia_native_steps[] = PERSIA_LEVELS(persia_native_step);
-
-/* Kernels of PERSIA's own, which do not fail. */
-PERSIA_INLINE void persia_trusted_loop(size_t dim, int level, PERSIA_NATIVE_STEPPED)
-{
-    float *behind[PERSIA_NATIVE_ROWS];
-    for (size_t begin = 0; begin < n; begin += PERSIA_NATIVE_ROWS) {
-        const size_t count = n - begin < PERSIA_NATIVE_ROWS ? n - begin : PERSIA_NATIVE_ROWS;
-        for (size_t i = 0; states == NULL && i < count; i++)
-            behind[i] = values[begin + i] + dim;
-        const persia_block_t rows = {
-            .num_rows = count, .dim = dim, .values = values + begin,
-            .states = states == NULL ? behind : states + begin, .grads = grads + begin,
-            .lr = o->lr_exact, .step = call->number, .params = o->native_params,
-        };
-        o->native_steps[level](&rows);
-        if (persia_are_beyond(rows.values, count, dim, o->weight_bound))
-            persia_bound_rows(rows.values, count, dim, o->weight_bound);
-    }
-}
-
-#define PERSIA_TRUSTED(suffix, target, level)                                                \
-    target static void persia_trusted_step_##suffix(                                         \
+#define PERSIA_NATIVE_STEP(name, suffix, target, is_trusted, level)                         \
+    target static void name##_##suffix(                                                     \
         float *const *values, float *const *states, const float *const *grads, size_t n,     \
         size_t dim, const persia_optim_t *o, persia_call_t *call)                            \
-    {                                                                                        \
-        PERSIA_BY_DIM(persia_trusted_loop, dim, level, values, states, grads, n, o, call)    \
+    {                                                                                       \
+        PERSIA_BY_DIM(                                                                      \
+            persia_native_loop, dim, is_trusted, level, values, states, grads, n, o, call)   \
     }
-
-PERSIA_TRUSTED(baseline, , 0)
+#define PERSIA_NATIVE_STEPS(name, is_trusted)                                               \
+    PERSIA_NATIVE_STEP(name, baseline, , is_trusted, 0)                                     \
+    PERSIA_NATIVE_STEPS_X86(name, is_trusted)                                               \
+    static const persia_step_t name##s[] = PERSIA_LEVELS(name);
 #if PERSIA_NUM_LEVELS > 1
-PERSIA_TRUSTED(avx2, PERSIA_AVX2, 1)
-PERSIA_TRUSTED(avx512, PERSIA_AVX512, 2)
+#define PERSIA_NATIVE_STEPS_X86(name, is_trusted)                 \
+    PERSIA_NATIVE_STEP(name, avx2, PERSIA_AVX2, is_trusted, 1)    \
+    PERSIA_NATIVE_STEP(name, avx512, PERSIA_AVX512, is_trusted, 2)
+#else
+#define PERSIA_NATIVE_STEPS_X86(name, is_trusted)
 #endif
-static const persia_step_t persia_trusted_steps[] = PERSIA_LEVELS(persia_trusted_step);
+
+PERSIA_NATIVE_STEPS(persia_native_step, 0)
+PERSIA_NATIVE_STEPS(persia_trusted_step, 1)
 
 #endif

@@ -36,7 +36,9 @@ from libc.string cimport memset
 
 from persia._core.base.cpu cimport isa_level
 from persia._core.base.types cimport uint32_t, uint64_t
-from persia._core.kernels.native cimport MAX_WIDTH, NO_WIDTH, library_of, persia_optimizer_t
+from persia._core.kernels.native cimport (
+    MAX_WIDTH, NO_WIDTH, library_with_optimizer, persia_optimizer_t,
+)
 
 cdef extern from "native_kernels.h" nogil:
     enum:
@@ -205,7 +207,7 @@ def complete(name, options):
 
 def _complete_native(name, options):
     """The learning rate and the parameters of a user's kernel, which has no bounds for them."""
-    cdef NativeLibrary library = library_of(name)
+    cdef NativeLibrary library = library_with_optimizer(name)
     values = with_defaults(name, options, {"lr": None, "guard": True, **library.params})
     found = {option: number(name, option, values[option]) for option in library.params}
     return {
@@ -293,7 +295,7 @@ cdef class RowOptimizer:
         self.settings.lr = self.settings.lr_exact = self.options["lr"]
         cdef bytes plain_name = name.encode()
         if is_native(name):
-            self.library = library_of(name)
+            self.library = library_with_optimizer(name)
             self.settings.native = self.library.optimizer
             self.settings.native_name = self.library.label
             self.settings.is_guarded = self.options["guard"]

@@ -1,6 +1,7 @@
 """Eviction policies of one shard: which order of use a row enters, and which rows go next."""
 
 from persia._core.base.types cimport position_t, row_t, uint16_t, uint32_t, uint64_t, uint8_t
+from persia._core.kernels.native cimport persia_scorer_t, persia_use_t
 from persia._core.shard.persistent_shard cimport ShardFile
 from persia._core.shard.recency cimport OFFSET_BITS, Recency, segment_at
 from persia._core.shard.slabs cimport NO_POSITION, Slabs
@@ -8,6 +9,7 @@ from persia._core.shard.slabs cimport NO_POSITION, Slabs
 cdef enum:                      # kinds
     LRU = 0
     LFU = 1
+    SCORED = 2                  # classes as of LFU, but a user's kernel says which
 
 cdef enum:
     LFU_CLASSES = 16
@@ -22,7 +24,9 @@ cdef struct Policy:
     uint32_t kind
     uint32_t clock
     uint64_t ttl                # times of the clock; 0: rows do not expire
-    uint32_t first              # of its orders: 1 for LRU, LFU_ORDERS for LFU
+    const persia_scorer_t *scorer   # of a user, or NULL; kept alive by the store
+    const char *scorer_name
+    uint32_t first              # of its orders: 1 for LRU, LFU_ORDERS for others
     uint32_t lowest             # LFU: where in the ring of orders class 0 is
     # LFU: where a use takes a row that stands in the ring at this place. It moves up if no bit
     # of its draw is in the mask.
@@ -64,6 +68,17 @@ cdef inline uint32_t eviction_order(
         policy.stays[place] if draw & policy.masks[place] else policy.ups[place])
 
 
+cdef inline void begin_use(
+    const Policy *policy, const Recency *recency, position_t position, persia_use_t *use
+) noexcept nogil:
+    """Tell a scorer where the row stands; rows that do not stand in its classes are new."""
+    cdef uint32_t place = LFU_CLASSES
+    if position != NO_POSITION:
+        place = segment_at(recency, position >> OFFSET_BITS).order - policy.first
+    use.is_new = place >= LFU_CLASSES
+    use.before = 0 if use.is_new else place
+
+
 cdef inline uint32_t policy_order(const Policy *policy, uint32_t grade) noexcept nogil:
     """The order of a frequency class; LFU_CLASSES: of what is still to be drained."""
     cdef uint32_t place = policy.lowest + grade
@@ -78,7 +93,8 @@ cdef void eviction_save(const Eviction *eviction, ShardFile *file) noexcept nogi
 cdef bint eviction_attach(Eviction *eviction, const ShardFile *file) noexcept nogil
 # The number of the policy, made if there is none; -1: no memory, or too many.
 cdef int eviction_policy(
-    Eviction *eviction, Recency *recency, uint32_t kind, uint32_t clock, uint64_t ttl
+    Eviction *eviction, Recency *recency, uint32_t kind, uint32_t clock, uint64_t ttl,
+    const persia_scorer_t *scorer, const char *scorer_name
 ) noexcept nogil
 # Give every policy its orders in a new, empty Recency; counts stay. -1: no memory.
 cdef int eviction_restart(Eviction *eviction, Recency *recency) noexcept nogil

@@ -1,7 +1,7 @@
-"""Which row goes next: by LRU or LFU, each with or without a time to live, several in a shard.
+"""Which row goes next: by LRU, LFU or a user's scorer, several policies in a shard.
 
-A policy is (kind, ttl). It owns orders of use, and what it knows of a row is where the row
-stands, so no policy costs a byte in a row or a read of one:
+A policy is (kind, ttl), and with SCORED a user's kernel. It owns orders of use, and what it knows of
+a row is where the row stands, so no policy costs a byte in a row or a read of one:
 
     LRU     one order for all its rows
     LFU     class 15   used about 32 thousand times     newest end <- a use that moves up
@@ -9,6 +9,8 @@ stands, so no policy costs a byte in a row or a read of one:
             class  1   used about twice
             class  0   used once                        newest end <- a new row
             drained    was class 0 before the last halving; part of class 0, its old end
+
+    SCORED  classes as of LFU; at each use a user's kernel says which one the row is in
 
     going next: the oldest row of the lowest class that has one
 
@@ -49,7 +51,7 @@ cdef bint eviction_attach(Eviction *eviction, const ShardFile *file) noexcept no
 
 cdef int add_orders(Policy *policy, Recency *recency) noexcept nogil:
     cdef int64_t first = recency_add_orders(
-        recency, LFU_ORDERS if policy.kind == LFU else 1, policy.clock, policy.ttl)
+        recency, 1 if policy.kind == LRU else LFU_ORDERS, policy.clock, policy.ttl)
     if first < 0:
         return -1
     policy.first = <uint32_t> first
@@ -83,14 +85,16 @@ cdef void turn(Policy *policy, uint32_t lowest) noexcept nogil:
 
 
 cdef int eviction_policy(
-    Eviction *eviction, Recency *recency, uint32_t kind, uint32_t clock, uint64_t ttl
+    Eviction *eviction, Recency *recency, uint32_t kind, uint32_t clock, uint64_t ttl,
+    const persia_scorer_t *scorer, const char *scorer_name
 ) noexcept nogil:
     cdef uint32_t i
     cdef Policy *policies
     cdef Policy *policy
     for i in range(eviction.num_policies):
         policy = &eviction.policies[i]
-        if policy.kind == kind and policy.clock == clock and policy.ttl == ttl:
+        if policy.kind == kind and policy.clock == clock and policy.ttl == ttl and (
+                policy.scorer == scorer):
             return <int> i
     if eviction.num_policies == MAX_POLICIES:
         return -1
@@ -104,6 +108,8 @@ cdef int eviction_policy(
     policy.kind = kind
     policy.clock = clock
     policy.ttl = ttl
+    policy.scorer = scorer
+    policy.scorer_name = scorer_name
     if add_orders(policy, recency) < 0:
         return -1
     eviction.num_policies += 1
@@ -123,7 +129,7 @@ cdef int eviction_restart(Eviction *eviction, Recency *recency) noexcept nogil:
 cdef uint64_t policy_num_draining(
     const Policy *policy, const Recency *recency
 ) noexcept nogil:
-    if policy.kind != LFU:
+    if policy.kind == LRU:
         return 0
     return recency.orders[policy_order(policy, LFU_CLASSES)].num_live
 
@@ -131,7 +137,7 @@ cdef uint64_t policy_num_draining(
 cdef uint64_t policy_num_rows(const Policy *policy, const Recency *recency) noexcept nogil:
     cdef uint32_t i
     cdef uint64_t total = 0
-    for i in range(policy.first, policy.first + (LFU_ORDERS if policy.kind == LFU else 1)):
+    for i in range(policy.first, policy.first + (1 if policy.kind == LRU else LFU_ORDERS)):
         total += recency.orders[i].num_live
     return total
 
@@ -142,7 +148,7 @@ cdef uint32_t next_segment(const Policy *policy, const Recency *recency) noexcep
     cdef const Order *order = &recency.orders[policy_order(policy, LFU_CLASSES)]
     if order.num_live:
         return order.oldest
-    if policy.kind == LFU:
+    if policy.kind != LRU:
         for grade in range(<uint32_t> LFU_CLASSES):
             order = &recency.orders[policy_order(policy, grade)]
             if order.num_live:

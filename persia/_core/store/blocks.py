@@ -35,7 +35,8 @@ class RowBlock:
     # [n], places in the order of eviction: a larger one goes later. Comparable inside one shard
     # of one server of one snapshot.
     orders: NDArray[np.uint64]
-    uses: NDArray[np.uint32]  # [n], the frequency class of LFU (about 2**class uses); 0 for LRU
+    # [n], the class of LFU (about 2**class uses) or of a scorer; 0 for LRU
+    uses: NDArray[np.uint32]
     ages: NDArray[np.uint64]  # [n], since the last use by the policy's clock; 0 without a ttl
 
     def check(self) -> None:

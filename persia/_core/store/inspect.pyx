@@ -5,7 +5,7 @@ Each function takes one shard's lock after another: between two of them the stor
 
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport row_t, uint64_t
-from persia._core.shard.eviction cimport LFU, policy_num_draining, policy_num_rows
+from persia._core.shard.eviction cimport policy_num_draining, policy_num_rows
 from persia._core.shard.recency cimport (
     NO_SEGMENT, OFFSET_BITS, SEGMENT_ENTRIES, Order, Segment, recency_mergeable, segment_at,
 )
@@ -17,8 +17,8 @@ from persia.errors import InternalError
 
 # Of ``row_counts``.
 COUNTS = (
-    "rows", "bytes", "evicted", "evicted_lru", "evicted_lfu", "expired", "inserted", "refused",
-    "missing", "entries",
+    "rows", "bytes", "evicted", "evicted_lru", "evicted_lfu", "evicted_native", "expired",
+    "inserted", "refused", "missing", "entries",
 )
 
 
@@ -56,7 +56,7 @@ cdef dict row_counts(Shard *shards, uint32_t num_shards):
         totals["bytes"] += shard_bytes(shard)
         for number in range(shard.eviction.num_policies):
             totals["evicted"] += shard.eviction.policies[number].num_evicted
-            kind = "lfu" if shard.eviction.policies[number].kind == LFU else "lru"
+            kind = ("lru", "lfu", "native")[shard.eviction.policies[number].kind]
             totals[f"evicted_{kind}"] += shard.eviction.policies[number].num_evicted
             totals["expired"] += shard.eviction.policies[number].num_expired
         totals["inserted"] += shard.num_inserted

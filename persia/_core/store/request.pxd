@@ -15,6 +15,7 @@ cdef enum:
     STATUS_DIM = 2
     STATUS_SHAPES = 3
     STATUS_OTHER = 4            # not the update that was cut short
+    STATUS_NO_VALUES = 5        # a user's kernel has no first values for the sign
 
 cdef struct RequestResult:              # what a request found in a shard, or in all
     uint64_t num_missing
@@ -26,7 +27,7 @@ cdef struct RequestResult:              # what a request found in a shard, or in
     uint32_t state_words
     uint64_t num_failed         # rows that a user's kernel failed for, and are as they were
     sign_t failed               # the first of them
-    int code                    # why
+    int code                    # why; or why there are no values
     float *scratch              # not a finding; NULL where rows are f32
 
 

@@ -235,11 +235,11 @@ cdef void handle_part(Request request, uint32_t number, uint32_t worker) noexcep
 cdef inline void add_result(RequestResult *total, const RequestResult *part) noexcept nogil:
     total.num_missing += part.num_missing
     total.num_refused += part.num_refused
-    if total.num_failed == 0:
+    if total.num_failed == 0 and part.num_failed:
         total.failed, total.code = part.failed, part.code
     total.num_failed += part.num_failed
     if total.status == STATUS_OK and part.status != STATUS_OK:
-        total.status = part.status
+        total.status, total.code = part.status, part.code
         total.sign = part.sign
         total.dim = part.dim
         total.dtype = part.dtype

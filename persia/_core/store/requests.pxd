@@ -25,6 +25,8 @@ cdef void delete_shard(
     Shard *shard, Request request, uint32_t begin, uint32_t end,
     RequestResult *result) noexcept nogil
 
+# Have a crash of a user's scorer say its name.
+cdef void watch_scorers() noexcept
 # A row that is in no order yet, with nothing in it; NO_ROW: see the result.
 cdef row_t new_row(
     Shard *shard, Request request, uint64_t hash, sign_t sign,

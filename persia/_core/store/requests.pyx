@@ -3,10 +3,13 @@
 from libc.string cimport memcpy, memset
 
 from persia._core.base.hashing cimport mix64
-from persia._core.base.types cimport NO_ROW, row_t, sign_t, uint32_t, uint64_t
+from persia._core.base.types cimport NO_ROW, position_t, row_t, sign_t, uint32_t, uint64_t
+from persia._core.kernels.native cimport persia_scorer_t, persia_use_t
 from persia._core.kernels.optim cimport persia_call_t, persia_step_t
 from persia._core.shard.changes cimport row_changes, row_enters
-from persia._core.shard.eviction cimport eviction_note_expired, eviction_order
+from persia._core.shard.eviction cimport (
+    SCORED, Policy, begin_use, eviction_note_expired, eviction_order,
+)
 from persia._core.shard.persistent_shard cimport (
     ALL_DONE, Part, crash_point, journal_group, journal_hold, journal_release, part_begin,
     part_of,
@@ -29,13 +32,32 @@ from persia._core.shard.slabs cimport (
     slabs_slab,
 )
 from persia._core.store.request cimport (
-    STATUS_DIM, STATUS_NO_MEMORY, STATUS_OK, STATUS_OTHER, STATUS_SHAPES, Request,
-    RequestResult,
+    STATUS_DIM, STATUS_NO_MEMORY, STATUS_NO_VALUES, STATUS_OK, STATUS_OTHER, STATUS_SHAPES,
+    Request, RequestResult,
 )
 
 cdef extern from "portable.h" nogil:
     void persia_stream_floats(float *out, const float *values, uint32_t count) noexcept
     void persia_stream_end() noexcept
+
+cdef extern from "kernels.h" nogil:
+    persia_call_t persia_new_call(uint64_t number, void *kept) noexcept
+
+cdef extern from "kernel_crash.h" nogil:
+    """
+    /* The class that a user's kernel says. */
+    static uint32_t persia_score(
+        const persia_scorer_t *scorer, const char *name, const persia_use_t *use)
+    {
+        persia_running_kernel = name;
+        const uint32_t grade = scorer->score(use);
+        persia_running_kernel = NULL;
+        return grade < 15 ? grade : 15;
+    }
+    """
+    uint32_t persia_score(
+        const persia_scorer_t *scorer, const char *name, const persia_use_t *use) noexcept
+    void persia_watch_crashes() noexcept
 
 cdef enum:
     GROUP = 8               # signs; with 16, a training lookup takes a tenth longer
@@ -90,42 +112,78 @@ cdef inline bint is_gone(Shard *shard, Request request, row_t row) noexcept nogi
         request.clocks)
 
 
+cdef uint32_t scored_order(
+    const Policy *policy, const Shard *shard, Request request, Row *at, position_t position,
+    uint64_t draw, float *scratch
+) noexcept nogil:
+    """The order that a row enters by the word of a user's kernel."""
+    cdef persia_use_t use
+    use.sign, use.draw = at.sign, draw
+    use.dim, use.num_state_words = request.dim, request.state_words
+    use.values, use.state = row_values(at), row_values(at) + request.format.value_words
+    if scratch != NULL:
+        read_values(&request.format, scratch, row_values(at))
+        use.values = scratch
+    begin_use(policy, &shard.recency, position, &use)
+    return policy.first + persia_score(policy.scorer, policy.scorer_name, &use)
+
+
 cdef inline int use_row(
-    Shard *shard, Request request, row_t row, uint64_t hash, bint is_new
+    Shard *shard, Request request, row_t row, uint64_t hash, bint is_new,
+    const RequestResult *result
 ) noexcept nogil:
     """Make the row the newest of the order where its policy wants it; -1: no memory."""
     cdef uint32_t order = request.order_of_use
+    cdef uint64_t draw
+    cdef position_t position
     if order == NO_ORDER:
-        order = eviction_order(
-            &shard.eviction, &shard.recency, request.policy,
-            NO_POSITION if is_new else row_at(&shard.slabs, row).position,
-            request.admission_key ^ hash)
+        draw = request.admission_key ^ hash
+        position = NO_POSITION if is_new else row_at(&shard.slabs, row).position
+        if shard.eviction.policies[request.policy].kind == SCORED:
+            order = scored_order(
+                &shard.eviction.policies[request.policy], shard, request,
+                row_at(&shard.slabs, row), position, draw, result.scratch)
+        else:
+            order = eviction_order(
+                &shard.eviction, &shard.recency, request.policy, position, draw)
     return recency_touch(&shard.recency, &shard.slabs, row, order)
 
 
-cdef void fill_row(
+cdef void watch_scorers() noexcept:
+    persia_watch_crashes()
+
+
+cdef bint fill_row(
     Shard *shard, Request request, row_t row, RequestResult *result
 ) noexcept nogil:
-    """Initial values and state."""
+    """Initial values and state; False: the result says why there are none."""
     cdef Row *at = row_at(&shard.slabs, row)
     cdef float *values = row_values(at) if result.scratch == NULL else result.scratch
-    request.initializer.fill(request.seed, at.sign, values, request.dim)
+    cdef int code = request.initializer.fill(request.seed, at.sign, values, request.dim)
+    if code:
+        result.status, result.sign, result.code = STATUS_NO_VALUES, at.sign, code
+        return False
     if result.scratch != NULL:
         write_values(&request.format, row_values(at), values)
     request.optimizer.fill_state(row_values(at) + request.format.value_words, request.dim)
     shard.num_inserted += 1
+    return True
 
 
-cdef void renew_row(
+cdef bint renew_row(
     Shard *shard, Request request, row_t row, RequestResult *result
 ) noexcept nogil:
-    """A row that has expired begins again in its place."""
+    """A row that has expired begins again in its place; False: it is gone, as it cannot."""
+    cdef bint is_filled
     row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))
     eviction_note_expired(
         &shard.eviction, &shard.recency, row_at(&shard.slabs, row).position)
     hold(shard, request, row)
-    fill_row(shard, request, row, result)
+    is_filled = fill_row(shard, request, row, result)
     release(shard)
+    if not is_filled:
+        shard_drop(shard, row)
+    return is_filled
 
 
 cdef inline void hold(Shard *shard, Request request, row_t row) noexcept nogil:
@@ -177,10 +235,12 @@ cdef row_t insert(
     if row == NO_ROW:
         return NO_ROW
     # It is a row once it stands in the order of use, so it is filled before.
-    fill_row(shard, request, row, result)
+    if not fill_row(shard, request, row, result):
+        drop_new_row(shard, hash, row)
+        return NO_ROW
     if shard.file != NULL:
         crash_point(shard.file)
-    if use_row(shard, request, row, hash, True) < 0:
+    if use_row(shard, request, row, hash, True, result) < 0:
         shard.num_inserted -= 1
         drop_new_row(shard, hash, row)
         return NO_ROW
@@ -370,9 +430,10 @@ cdef inline bint train_row(
                 shard, row, request, request.sorted[i], result):
             return False
         if is_new:
-            renew_row(shard, request, row, result)
+            if not renew_row(shard, request, row, result):
+                return False
             result.num_missing += 1
-        if use_row(shard, request, row, hash, is_new) < 0:
+        if use_row(shard, request, row, hash, is_new, result) < 0:
             result.status = STATUS_NO_MEMORY
             return False
     request.hints_out[place] = row
@@ -520,7 +581,9 @@ cdef void step_gathered(
     """Step the rows gathered; then ``num_done`` signs of this part are done."""
     cdef bint is_half = request.format.half != NULL
     cdef persia_call_t call
-    call.number, call.num_failed = request.number, 0
+    # Copies of f32 rows are what the journal holds.
+    call = persia_new_call(
+        request.number, NULL if shard.file == NULL or is_half else shard.file.images)
     if shard.file != NULL:
         if is_half:
             journal_hold(
@@ -665,7 +728,8 @@ cdef void write_shard(
             is_new = has_expired(shard, row)
             if is_new:
                 renew_row(shard, request, row, result)
-            if use_row(shard, request, row, mix64(request.sorted[i]), is_new) < 0:
+            if use_row(
+                    shard, request, row, mix64(request.sorted[i]), is_new, result) < 0:
                 result.status = STATUS_NO_MEMORY
                 break
             row_changes(&shard.changes, &shard.slabs, row, row_at(&shard.slabs, row))

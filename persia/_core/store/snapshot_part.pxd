@@ -17,7 +17,7 @@ cdef struct SegmentCopy:
     uint64_t age                    # since its last use, by its policy's clock; 0: no ttl
     uint64_t first_entry            # in ``entries``
     uint32_t policy
-    uint32_t uses                   # class of LFU
+    uint32_t uses                   # class of LFU or of a scorer
     uint32_t num_words              # of the two below that are in use
     uint64_t[SEGMENT_WORDS] held
     uint64_t[SEGMENT_WORDS] live

@@ -7,7 +7,7 @@ from persia._core.shard.changes cimport (
     Changes, Image, LogBlock, LogList, images_free, is_done, set_done,
 )
 from persia._core.shard.eviction cimport (
-    LFU, LFU_CLASSES, MAX_POLICIES, Eviction, policy_order,
+    LFU_CLASSES, LRU, MAX_POLICIES, Eviction, policy_order,
 )
 from persia._core.shard.recency cimport (
     NO_SEGMENT, OFFSET_BITS, OFFSET_MASK, Order, Recency, Segment, recency_expired, segment_at,
@@ -44,7 +44,7 @@ cdef void settle(
 ) noexcept nogil:
     """Go on to the policy's next order that has a segment."""
     cdef uint32_t count = (
-        LFU_CLASSES + 1 if eviction.policies[policy].kind == LFU else 1)
+        1 if eviction.policies[policy].kind == LRU else LFU_CLASSES + 1)
     while cursor.segment == NO_SEGMENT and cursor.grade < count:
         cursor.segment = recency.orders[nth_order(eviction, policy, cursor.grade)].oldest
         cursor.grade += 1

@@ -32,9 +32,9 @@ class EmbeddingStore:
             its part evicts like one that is full.
         num_threads: Threads that serve one request, the caller's included.
         policies: Of eviction, numbered from 1; 0 is LRU without expiry. Each is (``"lru"`` or
-            ``"lfu"``, clock, ttl). A row expires when it was not used for ``ttl`` times of the
-            clock, ``"milliseconds"`` or ``"steps"``, or up to a sixteenth later. Without
-            expiry the clock is None and the ttl 0.
+            ``"lfu"`` or the name of a loaded library, clock, ttl). A row expires when it was
+            not used for ``ttl`` times of the clock, ``"milliseconds"`` or ``"steps"``, or up to
+            a sixteenth later. Without expiry the clock is None and the ttl 0.
         sketch_bytes: Of the counts of ids that are not admitted yet, divided over the shards;
             0 is no admission by count.
         state_file: Descriptor of a state file that is locked and long enough, in which all of
@@ -116,6 +116,10 @@ class EmbeddingStore:
 
         Returns:
             How many signs were inserted, and how many were refused.
+
+        Raises:
+            KernelError: A user's kernel has no first values for a sign, which gets no row. What
+                the request has done of others stays, as if they had come alone.
         """
 
     def lookup_eval(
@@ -298,8 +302,9 @@ class EmbeddingStore:
     def stats(self) -> dict[str, int]:
         """Return rows, bytes, entries (of the order of use), and counts since the start.
 
-        The counts are evicted (as evicted_lru and evicted_lfu too), expired, inserted, refused
-        (admissions) and missing (evaluation lookups and updates without a row);
+        The counts are evicted (as evicted_lru, evicted_lfu and evicted_native too), expired,
+        inserted, refused (admissions) and missing (evaluation lookups and updates without a
+        row);
         ``memory_limited`` is 1 if the limit was ever met.
         Rows that have expired are rows until a training lookup meets or sweeps them.
         """

@@ -23,12 +23,14 @@ from persia._core.base.halves cimport dtype_name, dtype_number, rounding_key
 from persia._core.base.hashing cimport mix64
 from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport NO_ROW, uint32_t, uint64_t, uint8_t
-from persia._core.kernels.initial cimport Initializer
-from persia._core.kernels.native cimport NO_WIDTH
+from persia._core.kernels.initial cimport Initializer, no_values
+from persia._core.kernels.native cimport (
+    NO_WIDTH, NativeLibrary, library_with_scorer, persia_scorer_t,
+)
 from persia._core.kernels.optim cimport RowOptimizer, failed_rows, failure_text
 from persia._core.shard.changes cimport changes_free
 from persia._core.shard.eviction cimport (
-    LFU, LRU, MAX_POLICIES, Policy, eviction_free, eviction_policy,
+    LFU, LRU, MAX_POLICIES, SCORED, Policy, eviction_free, eviction_policy,
 )
 from persia._core.shard.persistent_shard cimport FILE_PAGE, NUM_SLOTS, file_free
 from persia._core.shard.recency cimport CLOCK_MS, CLOCK_STEPS, NO_CLOCK, NO_ORDER, NUM_CLOCKS
@@ -41,17 +43,20 @@ from persia._core.shard.sketch cimport MAX_COUNT
 from persia._core.store.inspect cimport check_invariants, policy_counts, row_counts
 from persia._core.store.recovery cimport attach_shards, map_state
 from persia._core.store.request cimport (
-    MAX_SHARDS, STATUS_DIM, STATUS_NO_MEMORY, STATUS_OTHER, STATUS_SHAPES, Request,
-    RequestResult, Split, handler_t, split_of,
+    MAX_SHARDS, STATUS_DIM, STATUS_NO_MEMORY, STATUS_NO_VALUES, STATUS_OTHER, STATUS_SHAPES,
+    Request, RequestResult, Split, handler_t, split_of,
 )
 from persia._core.store.requests cimport (
-    delete_shard, eval_shard, read_shard, train_shard, update_shard, write_shard,
+    delete_shard, eval_shard, read_shard, train_shard, update_shard, watch_scorers,
+    write_shard,
 )
 from persia._core.store.restore cimport (
     expect_rows, read_sketch, restore_shard, settle_rows, write_sketch,
 )
 from persia._core.store.scan cimport Scan, scan_begin, scan_count, scan_rows
 from persia._core.store.snapshot cimport Watch
+
+from persia._core.kernels.native import is_native
 
 from persia.errors import (
     ConfigError, DataError, DimMismatch, KernelError, NotConfigured, StoreError,
@@ -109,6 +114,7 @@ cdef class EmbeddingStore:
     cdef readonly RowOptimizer optimizer
     cdef readonly Watch watch
     cdef list requests           # scratch, reused
+    cdef list scorers            # by policy
     cdef uint64_t *control      # a page of the state file, or NULL
     cdef uint64_t crash_in
     cdef ThreadPool threads      # serves large requests
@@ -138,10 +144,16 @@ cdef class EmbeddingStore:
             raise MemoryError(f"{self.num_shards} shards")
         self.policies = (("lru", None, 0), *policies)
         kinds = [numbers_of(kind, clock, ttl) for kind, clock, ttl in self.policies]
-        if len(set(kinds)) < len(kinds):
+        if len(set(map(tuple, self.policies))) < len(kinds):
             raise ConfigError(f"a policy comes twice in {self.policies}")
         if len(kinds) > MAX_POLICIES:
             raise ConfigError(f"a store has at most {MAX_POLICIES} policies, got {len(kinds)}")
+        # Kept for as long as shards point into them; None for policies of PERSIA's own.
+        self.scorers = [
+            library_with_scorer(kind) if is_native(kind) else None
+            for kind, _, _ in self.policies]
+        if any(one is not None for one in self.scorers):
+            watch_scorers()
         # Divided over shards; a remainder is worth a line each.
         self.sketch_bytes = sketch_bytes
         self.watch = Watch(self.num_shards)
@@ -149,6 +161,9 @@ cdef class EmbeddingStore:
             map_state(
                 self.shards, self.num_shards, state_file, &self.control, &self.crash_in)
         cdef uint32_t i
+        cdef NativeLibrary library
+        cdef const persia_scorer_t *scorer
+        cdef const char *label
         for i in range(self.num_shards):
             self.shards[i].capacity = self.capacity // self.num_shards + (
                 i < self.capacity % self.num_shards)
@@ -159,9 +174,13 @@ cdef class EmbeddingStore:
                 raise MemoryError(f"shard {i} of {self.num_shards}")
             self.watch.shards[i] = &self.shards[i]
             for number, (kind, clock, ttl) in enumerate(kinds):
+                library = self.scorers[number]
+                scorer, label = NULL, NULL
+                if library is not None:
+                    scorer, label = library.scorer, library.label
                 if eviction_policy(
-                        &self.shards[i].eviction, &self.shards[i].recency, kind, clock,
-                        ttl) != <int> number:
+                        &self.shards[i].eviction, &self.shards[i].recency, kind, clock, ttl,
+                        scorer, label) != <int> number:
                     raise MemoryError(f"policy {number} of shard {i}")
         if attach:
             attach_shards(self.shards, self.num_shards, self.control, self.clocks)
@@ -269,7 +288,7 @@ cdef class EmbeddingStore:
         cdef RequestResult result = request.serve()
         dim = request.dim
         dtype = dtype_name(request.format.dtype)
-        optimizer = request.optimizer
+        optimizer, initializer = request.optimizer, request.initializer
         request.held = None
         request.optimizer = None
         request.initializer = None
@@ -285,6 +304,8 @@ cdef class EmbeddingStore:
                 f"sign {result.sign:#018x} is stored with dim {result.dim} of "
                 f"{dtype_name(result.dtype)} and {result.state_words} words of state; the "
                 f"request is for dim {dim} of {dtype}")
+        if result.status == STATUS_NO_VALUES:
+            raise no_values(initializer, result.code, result.sign)
         if result.status == STATUS_OTHER:
             raise StoreError(
                 "an update was cut short, and its repetition brings other signs: what it has "
@@ -590,9 +611,11 @@ cdef tuple numbers_of(str kind, clock, ttl):
     """A policy as the core's (kind, clock, ttl)."""
     kinds = {"lru": LRU, "lfu": LFU}
     clocks = {None: NO_CLOCK, "milliseconds": CLOCK_MS, "steps": CLOCK_STEPS}
+    if is_native(kind):
+        kinds[kind] = SCORED
     if kind not in kinds or clock not in clocks or (clock is None) != (ttl == 0):
         raise ConfigError(
-            f"a policy is (lru or lfu, None or milliseconds or steps, ttl), "
+            f"a policy is (lru, lfu or a library's name, None or milliseconds or steps, ttl), "
             f"got ({kind!r}, {clock!r}, {ttl!r})")
     if not 0 <= ttl < 2**61:
         raise ConfigError(f"a ttl must be in 0..2**61-1, got {ttl}")

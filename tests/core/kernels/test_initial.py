@@ -15,8 +15,9 @@ from persia._core.base.halves import DTYPES
 from persia._core.kernels.initial import MAX_LAM, OPTIONS, Initializer, elementary
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, KernelError
 from tests.reference import initial as model
+from tests.support import kernels
 from tests.support.profiles import tries
 
 if TYPE_CHECKING:
@@ -216,3 +217,110 @@ def test_rows_of_another_number_or_dtype_are_refused() -> None:
     with pytest.raises(ConfigError, match="dtype"):
         initializer.fill_rows(1, signs, np.empty((3, 4), np.float32), "int8")
     initializer.fill_rows(1, signs[:0], np.empty((0, 4), np.float32))
+
+
+# --- by a user's kernel, which has the formula of uniform -------------------------------------
+
+
+def native(**options: float) -> Initializer:
+    return Initializer(kernels.load("initial"), **options)
+
+
+@tries(50)
+@given(
+    seed=WORDS,
+    sign=WORDS,
+    dim=st.integers(1, 70),
+    lower=st.floats(-1, 0.5, width=32),
+    upper=st.floats(0.625, 2, width=32),
+)
+def test_values_of_a_kernel_in_c_agree_with_the_model(
+    seed: int, sign: int, dim: int, lower: float, upper: float
+) -> None:
+    bounds = {"lower": lower, "upper": upper}
+    want = model.values("uniform", bounds, seed, sign, dim)
+    assert native(**bounds).values(seed, sign, dim).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_store_inserts_the_rows_of_a_kernel(dtype: str) -> None:
+    signs = np.arange(3000, dtype=np.uint64) << np.uint64(40)
+    found = []
+    for initializer in (native(lower=-1, upper=1), Initializer("uniform", lower=-1, upper=1)):
+        store = EmbeddingStore(5000, num_shards=4, seed=9, num_threads=2)
+        store.configure(RowOptimizer("adagrad", initial_accumulator_value=0.5))
+        rows = np.empty((len(signs), 16), np.float32)
+        hints = np.empty(len(signs), np.uint32)
+        store.lookup_train(signs, initializer, 1.0, 0, rows, hints, dtype=dtype)
+        filled = np.empty_like(rows)
+        initializer.fill_rows(9, signs, filled, dtype)
+        assert filled.tobytes() == rows.tobytes()
+        found.append((rows, *store.read(signs, 16, dtype=dtype)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+FAILURES = [
+    ("error_at", r"native:initial:\w{64}: the kernel returned the error 7, the "),
+    ("nan_at", "the kernel wrote values that are not finite, the "),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("where", "message"), FAILURES)
+def test_a_row_that_a_kernel_has_no_values_for_is_not_created(
+    where: str, message: str, dtype: str
+) -> None:
+    initializer = native(**{where: 77.0})
+    store = EmbeddingStore(1000, num_shards=1, seed=9)
+    store.configure(RowOptimizer("sgd", lr=0.5))
+    signs = np.arange(1, 301, dtype=np.uint64)
+    rows, hints = np.empty((300, 8), np.float32), np.empty(300, np.uint32)
+    message += "row of sign 0x000000000000004d"
+    with pytest.raises(KernelError, match=message):
+        store.lookup_train(signs, initializer, 1.0, 0, rows, hints, dtype=dtype)
+    store.check()
+    found, _, _ = store.read(signs, 8, dtype=dtype)
+    assert found.tolist() == [sign < 77 for sign in signs.tolist()]
+    others = signs[signs != 77]
+    rows, hints = rows[:299], hints[:299]
+    store.lookup_train(others, initializer, 1.0, 0, rows, hints, dtype=dtype)
+    want = np.empty_like(rows)
+    native().fill_rows(9, others, want, dtype)
+    assert rows.tobytes() == want.tobytes()
+    assert len(store) == 299
+    with pytest.raises(KernelError, match=message):
+        initializer.fill_rows(9, signs, np.empty((300, 8), np.float32), dtype)
+    with pytest.raises(KernelError, match=message):
+        initializer.values(9, 77, 8)
+
+
+def test_an_expired_row_that_cannot_begin_again_is_gone() -> None:
+    store = EmbeddingStore(1000, num_shards=1, policies=[("lru", "milliseconds", 5)])
+    store.configure(RowOptimizer("sgd", lr=0.5))
+    signs = np.array([77], np.uint64)
+    rows, hints = np.empty((1, 8), np.float32), np.empty(1, np.uint32)
+    store.lookup_train(signs, native(), 1.0, 0, rows, hints, policy=1)
+    store.set_clocks(50, 0)
+    with pytest.raises(KernelError, match="returned the error 7"):
+        store.lookup_train(signs, native(error_at=77), 1.0, 1, rows, hints, policy=1)
+    store.check()
+    assert len(store) == 0
+    assert store.lookup_train(signs, native(), 1.0, 2, rows, hints, policy=1) == (1, 0)
+
+
+def test_parameters_of_a_kernel_are_those_of_its_library() -> None:
+    one = native(lower=-1)
+    assert one.options["upper"] == 0.01
+    assert (one == native(lower=-1.0), one == native()) == (True, False)
+    assert pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(ConfigError, match="has no option 'low'"):
+        native(low=1)
+    with pytest.raises(ConfigError, match="lower must be finite"):
+        native(lower=math.inf)
+    with pytest.raises(ConfigError, match="expected a library with an initializer"):
+        Initializer(kernels.load("adagrad"))
+    with pytest.raises(ConfigError, match="expected a library with an optimizer"):
+        RowOptimizer(kernels.load("initial"), lr=0.1)
+    with pytest.raises(ConfigError, match="has not loaded its library"):
+        Initializer("native:initial:" + "0" * 64)

@@ -136,14 +136,29 @@ from pathlib import Path
 from persia._build import kernel_library
 from persia._core.kernels.optim import RowOptimizer
 
-name = kernel_library.load_file(Path(sys.argv[1]), "faulty")
+from persia._core.kernels.initial import Initializer
+from persia._core.store.store import EmbeddingStore
+
+name = kernel_library.load_file(Path(sys.argv[1]), sys.argv[2])
 rows = np.zeros((1, 17), np.float32)
-RowOptimizer(name, lr=0.5).step_rows(rows, np.full((1, 8), 300, np.float32))
+{}
 """
+CRASHES = {
+    "faulty": "RowOptimizer(name, lr=0.5).step_rows(rows, np.full((1, 8), 300, np.float32))",
+    "initial": "Initializer(name, crash_at=77).values(1, 77, 8)",
+    "scorer": """
+store = EmbeddingStore(100, policies=[(name, None, 0)])
+store.configure(RowOptimizer("sgd", lr=0.5))
+signs = np.full(1, 77, np.uint64)
+store.lookup_train(signs, Initializer(), 1.0, 0, rows, np.empty(1, np.uint32), policy=1)
+""",
+}
 
 
-def test_a_crash_in_a_kernel_is_said_by_its_name() -> None:
-    command = [sys.executable, "-c", CRASH, str(kernels.library("faulty"))]
+@pytest.mark.parametrize("kernel", CRASHES)
+def test_a_crash_in_a_kernel_is_said_by_its_name(kernel: str) -> None:
+    library = kernels.library(kernel, *(["-DCRASH_AT=77"] if kernel == "scorer" else []))
+    command = [sys.executable, "-c", CRASH.format(CRASHES[kernel]), str(library), kernel]
     # A sanitizer, if there is one, is to leave the signal to us.
     options = f"{os.environ.get('ASAN_OPTIONS', '')}:handle_segv=0"
     ended = subprocess.run(
@@ -155,14 +170,14 @@ def test_a_crash_in_a_kernel_is_said_by_its_name() -> None:
         check=False,
     )
     assert ended.returncode == -11
-    assert "persia: kernel faulty (sha256 " in ended.stderr
+    assert f"persia: kernel {kernel} (sha256 " in ended.stderr
     assert "crashed with SIGSEGV; this process ends" in ended.stderr
 
 
 def test_parameters_are_those_of_the_library() -> None:
     name = kernels.load("adagrad")
     assert native.is_native(name)
-    assert native.params_of(name)["eps"] == 1e-10
+    assert native.kernels_of(name)["optimizer"]["eps"] == 1e-10
     with pytest.raises(ConfigError, match=r"no option 'epps', did you mean 'eps'"):
         RowOptimizer(name, lr=0.1, epps=1.0)
     with pytest.raises(ConfigError, match="lr must be a number, it was not given"):

@@ -6,16 +6,69 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
+from persia._core.base.halves import DTYPES
+from persia._core.kernels.optim import RowOptimizer
 from persia.errors import ConfigError
-from tests.core.machine import PolicyMachine
+from tests.core.machine import KINDS, PolicyMachine
 from tests.core.policies import DIM, new_store, stream, train
 from tests.core.stores import held, u64
+from tests.reference.policies import Kind
+from tests.support import kernels
 from tests.support.profiles import tries
 
 # Random requests under random policies; what is held is compared with the model's after each.
 TestPolicies = PolicyMachine.TestCase
 TestPolicies.settings = tries(80, stateful_step_count=50)
+
+
+class ScorerMachine(PolicyMachine):
+    """A user's scorer beside the others, with and without expiry."""
+
+    policies = st.integers(0, len(KINDS) + 2)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:  # type: ignore[override]
+        name = kernels.load("scorer")
+        return (*KINDS, (name, None, 0), (name, "steps", 5))
+
+
+TestScorers = ScorerMachine.TestCase
+TestScorers.settings = tries(80, stateful_step_count=50)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_scorer_sees_values_and_state(dtype: str, optimizer: str) -> None:
+    sums = {"initial_accumulator_value": 2.0} if optimizer == "adagrad" else {}
+    store = new_store(
+        100,
+        (kernels.load("scorer", "-DBY_VALUE=1"), None, 0),
+        optimizer=RowOptimizer(optimizer, lr=0.5, **sums),
+    )
+    signs = np.arange(90, dtype=np.uint64)
+    values = np.tile((signs % 10).astype(np.float32)[:, None], DIM)
+    store.write(signs, values, None, policy=1, dtype=dtype)
+    # Their classes are 0 to 9, or 2 to 11; those of new rows 15.
+    train(store, signs, 1, policy=1, dtype=dtype)
+    train(store, range(1000, 1040), 2, policy=1, dtype=dtype)
+    store.check()
+    found, _, _ = store.read(signs, DIM, dtype=dtype)
+    gone = set(signs[~found].tolist())
+    assert gone == {sign for sign in range(90) if sign % 10 < 3} | {3, 13, 23}
+    assert store.stats()["evicted_native"] == store.stats()["evicted"] == 30
+
+
+def test_a_library_without_a_scorer_is_no_policy() -> None:
+    with pytest.raises(ConfigError, match="expected a library with a scorer, it has its optim"):
+        new_store(100, (kernels.load("adagrad"), None, 0))
+    with pytest.raises(ConfigError, match="has not loaded its library"):
+        new_store(100, ("native:absent:" + "0" * 64, None, 0))
+    one, other = kernels.load("scorer"), kernels.load("scorer", "-DTAG=5")
+    new_store(100, (one, None, 0), (other, None, 0))
+    with pytest.raises(ConfigError, match="a policy comes twice"):
+        new_store(100, (one, None, 0), (one, None, 0))
 
 
 def test_a_scan_drives_out_what_is_used_often_by_lru_and_not_by_lfu() -> None:
