@@ -42,7 +42,7 @@ def render(
         keys: Folder of ``persia-launcher keys``, of which a Secret is made.
         images: By role, those of roles that name none.
         run_id: Name of the run. If not given it is the job's, and for ``native``, where
-            nothing in the cluster tells one start from the next, another one for each call.
+            nothing in the cluster distinguishes two starts, another one for each call.
 
     Raises:
         ConfigError: If the job cannot be planned, or a key cannot be read.

@@ -96,7 +96,7 @@ class JobSetStandIn:
         return found
 
     def _mark(self, job: dict[str, Any]) -> None:
-        """Set what tells one start from another: "JobSet sets the following labels on both the
+        """Set what distinguishes starts: "JobSet sets the following labels on both the
         jobs and pods: ... `jobset.sigs.k8s.io/jobset-uid`: `.metadata.uid`", and "RestartsKey
         is an annotation and label key which defines the restart attempt number". All of its
         labels are annotations, too.
