@@ -25,7 +25,10 @@ import ray  # type: ignore[import-not-found]  # of `make ray`
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "adult_income"
 CONFIG = SCRIPTS / "config"
-MOST_STARTS = 5
+MOST_STARTS, END_S = 5, 60.0
+PUBLIC_KEYS = ("server.public", "control.public", "data.public")
+LISTENING_KEYS = ("server.secret", "control.secret", *PUBLIC_KEYS)
+KEYS = {"data-loader": ("data.secret", "server.public")}  # the others listen
 
 
 @ray.remote(max_concurrency=2)  # it can be stopped while it runs
@@ -33,11 +36,7 @@ class Process:
     """One process of a job, on the node that Ray has chosen."""
 
     def __init__(self, keys: dict[str, bytes]) -> None:
-        self._keys = Path(tempfile.mkdtemp(prefix="persia-keys-"))
-        for name, text in keys.items():
-            path = self._keys / name
-            path.touch(mode=0o600)
-            path.write_bytes(text)
+        self._keys = keys
         self._child: subprocess.Popen[bytes] | None = None
 
     def address(self, ports: int = 1) -> tuple[str, int]:
@@ -57,11 +56,16 @@ class Process:
 
     def run(self, words: list[str], variables: dict[str, str]) -> int:
         """Run persia-launcher; returns its exit status."""
-        given = {"PERSIA_KEYS": str(self._keys), "PERSIA_LISTEN_HOST": "0.0.0.0"}
-        given |= {"PERSIA_METRICS_PORT": "0"}
         command = [sys.executable, "-m", "persia.launcher", *words]
-        self._child = subprocess.Popen(command, env={**os.environ, **given, **variables})
-        return self._child.wait()
+        with tempfile.TemporaryDirectory(prefix="persia-keys-") as folder:  # not for longer
+            for name, text in self._keys.items():
+                path = Path(folder) / name
+                path.touch(mode=0o600)
+                path.write_bytes(text)
+            given = {"PERSIA_KEYS": folder, "PERSIA_LISTEN_HOST": "0.0.0.0"}
+            given |= {"PERSIA_METRICS_PORT": "0"}
+            self._child = subprocess.Popen(command, env={**os.environ, **given, **variables})
+            return self._child.wait()
 
     def stop(self) -> None:
         if self._child is not None:
@@ -71,21 +75,20 @@ class Process:
 def make_keys() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "keys"
-        subprocess.run(
-            [sys.executable, "-m", "persia.launcher", "keys", str(folder)], check=True
-        )
+        command = [sys.executable, "-m", "persia.launcher", "keys", str(folder)]
+        subprocess.run(command, check=True)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def train(counts: dict[str, int], ranks: int) -> int:
     """Run a job with this number of processes of each role; returns its exit status."""
-    keys = ray.put(make_keys())
+    keys = make_keys()
     # Processors are counted for ranks only: all of a job have to run, or none gets on.
     actors = {
         role: [
             Process.options(  # type: ignore[attr-defined]
                 num_cpus=ranks if role == "nn-worker" else 0, scheduling_strategy="SPREAD"
-            ).remote(keys)
+            ).remote({name: keys[name] for name in KEYS.get(role, LISTENING_KEYS)})
             for _ in range(count)
         ]
         for role, count in counts.items()
@@ -129,6 +132,7 @@ def train(counts: dict[str, int], ranks: int) -> int:
         if status and (role == "nn-worker" or starts == MOST_STARTS):
             print(f"{role} {number} ended with status {status}", flush=True)
             ray.get([one.stop.remote() for several in actors.values() for one in several])
+            ray.wait(list(running), num_returns=len(running), timeout=END_S)
             return int(status)
         if status:
             running[start(role, number)] = (role, number, starts + 1)

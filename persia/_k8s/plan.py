@@ -99,7 +99,7 @@ class Engine:
     domain: str  # the headless Service that a pod is in
     trainer: str = TRAINER.short  # what nn-workers are called in names
     spare: int = 0  # characters that the engine adds to a host's name, for the pod's
-    starts: Mapping[str, str] = field(default_factory=dict)  # variables that tell starts apart
+    starts: Mapping[str, str] = field(default_factory=dict)  # variables that differ by start
 
     def role_name(self, kind: RoleKind) -> str:
         return self.trainer if kind is TRAINER else kind.short

@@ -9,11 +9,14 @@ import os
 import re
 import subprocess
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from persia import env
+from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -21,6 +24,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PYTHON = ROOT / "build" / "ray" / "bin" / "python"
 EXAMPLE = ROOT / "examples" / "ray" / "adult.py"
 LEAST_AUC = 0.89
+TEMPORARY = tempfile.gettempdir()
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_keys(tmp_path: Path, monkeypatch: Monkey) -> Iterator[None]:
+    """Check that no process has left its keys in the folder for temporary files."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield
+    assert not list(folder.glob("persia-keys-*"))
 
 
 def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -33,6 +47,7 @@ def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
         "PYTHONPATH": os.pathsep.join((str(ROOT), _own_site(), site)),
         "OMP_NUM_THREADS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": TEMPORARY,  # names of its sockets are long
         **changes,
     }
     return subprocess.run(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "scontrol")
 TRAIN_S, UP_S = 240.0, 60.0
+OTHERS_S = 120.0  # a minute, after which Slurm ends them
 LEAST_AUC = 0.89
 
 CONFIG = """
@@ -116,38 +118,84 @@ def run(variables: dict[str, str], *words: str, check: bool = True) -> str:
     return ran.stdout
 
 
-def test_an_allocation_trains_and_ends_as_its_trainers_do(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
-    data = env.data_dir()
-    if data is None or not (data / "adult").is_dir():
-        pytest.skip("PERSIA_DATA_DIR has no adult/")
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    launcher = programs / "persia-launcher"
-    launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m persia.launcher "$@"\n')
-    launcher.chmod(0o755)
-    variables = {
-        **slurm,
-        "PATH": f"{programs}:{Path(sys.executable).parent}:{slurm['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    log = tmp_path / "job.log"
-    script = "examples/slurm/adult.sbatch"
-    job = run(variables, "sbatch", "--parsable", f"--output={log}", script).strip()
+class Allocation:
+    """The example's script, submitted."""
 
-    def state() -> tuple[str, str]:
-        found = run(slurm, "scontrol", "show", "job", job)
+    def __init__(self, slurm: dict[str, str], folder: Path) -> None:
+        self._slurm = slurm
+        programs = folder / "bin"
+        programs.mkdir()
+        launcher = programs / "persia-launcher"
+        launcher.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m persia.launcher "$@"\n')
+        launcher.chmod(0o755)
+        variables = {
+            **slurm,
+            "PATH": f"{programs}:{Path(sys.executable).parent}:{slurm['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        self._log = folder / "job.log"
+        words = ("sbatch", "--parsable", f"--output={self._log}")
+        self.job = run(variables, *words, "examples/slurm/adult.sbatch").strip()
+
+    def state(self) -> tuple[str, str]:
+        found = run(self._slurm, "scontrol", "show", "job", self.job)
         (only,) = re.findall(r"JobState=(\w+).*?ExitCode=(\d+:\d+)", found, re.DOTALL)
         return str(only[0]), str(only[1])
 
-    def has_ended() -> bool:
-        return state()[0] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+    def text(self) -> str:
+        return self._log.read_text(encoding="utf-8") if self._log.exists() else ""
 
-    waiting.until(has_ended, TRAIN_S, look_s=0.5, details=lambda: (state(), log.read_text()))
-    text = log.read_text(encoding="utf-8")
-    assert state() == ("COMPLETED", "0:0"), text
+    def wait(self, is_so: Callable[[], object], patience_s: float) -> None:
+        waiting.until(
+            is_so, patience_s, look_s=0.5, details=lambda: (self.state(), self.text())
+        )
+
+    def has_ended(self) -> bool:
+        return self.state()[0] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+
+    def processes(self, *words: str) -> list[int]:
+        """Return the processes of this job whose command line has these words."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                line = (folder / "cmdline").read_bytes().split(b"\0")
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                mine = f"SLURM_CONF={self._slurm['SLURM_CONF']}".encode()
+                if {word.encode() for word in words} <= set(line) and mine in variables:
+                    found.append(int(folder.name))
+        return found
+
+
+@pytest.fixture
+def allocation(slurm: dict[str, str], tmp_path: Path) -> Iterator[Allocation]:
+    data = env.data_dir()
+    if data is None or not (data / "adult").is_dir():
+        pytest.skip("PERSIA_DATA_DIR has no adult/")
+    found = Allocation(slurm, tmp_path)
+    yield found
+    run(slurm, "scancel", found.job, check=False)
+    found.wait(lambda: not found.processes("persia.launcher"), UP_S)
+
+
+def test_an_allocation_trains_and_ends_as_its_trainers_do(allocation: Allocation) -> None:
+    allocation.wait(allocation.has_ended, TRAIN_S)
+    text = allocation.text()
+    assert allocation.state() == ("COMPLETED", "0:0"), text
     assert float(re.findall(r"AUC (\d\.\d+)", text)[-1]) > LEAST_AUC
     assert "without keys" not in text
-    assert not (ROOT / f"keys-{job}").exists()
+    assert not (ROOT / f"keys-{allocation.job}").exists()
+
+
+def test_an_allocation_ends_though_its_trainers_could_not_say_so(
+    allocation: Allocation,
+) -> None:
+    trainers = ("persia.launcher", "nn-worker")
+    allocation.wait(lambda: allocation.processes(*trainers), UP_S)
+    allocation.wait(lambda: allocation.processes("persia.launcher", "data-loader"), UP_S)
+    for process in allocation.processes(*trainers):
+        os.kill(process, signal.SIGKILL)
+    allocation.wait(allocation.has_ended, OTHERS_S)
+    assert allocation.state() == ("FAILED", "137:0"), allocation.text()
+    assert not allocation.processes("persia.launcher")
+    assert not (ROOT / f"keys-{allocation.job}").exists()
