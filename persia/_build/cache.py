@@ -5,7 +5,8 @@
     <root>/<name>/<key>.lock             held, by ``flock``, by the process that builds
     <root>/<name>/<key>.last             how the last attempt ended
 
-A finished build is found without the lock, so a cache that cannot be written serves what it has.
+A finished build is found without the lock, so a cache that cannot be written serves what it
+has.
 """
 
 from __future__ import annotations

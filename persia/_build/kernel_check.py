@@ -297,8 +297,8 @@ def _speed(optimizer: RowOptimizer) -> str:
     guarded = RowOptimizer(optimizer.name, 10.0, **{**options, "guard": True})
     ratios = [_ratio(near, one, dim) for one in (guarded, free)]
     return (
-        f"speed: {ratios[0]:.2f} of {near.name}'s ({near.state_words(dim)} words of state at dim "
-        f"{dim}, here {words}), {ratios[1]:.2f} without the guard; cached rows, one thread"
+        f"speed: {ratios[0]:.2f} of {near.name}'s ({near.state_words(dim)} words of state at "
+        f"dim {dim}, here {words}), {ratios[1]:.2f} without the guard; cached rows, one thread"
     )
 
 

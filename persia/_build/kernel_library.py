@@ -1,9 +1,9 @@
 """Libraries with kernels of users: named by their sha256, looked for, tried out and loaded.
 
-    native:<name>:<sha256>      names an optimizer or initial values, in messages and checkpoints
+    native:<name>:<sha256>      names kernels, in messages and checkpoints
 
-What is hashed is what is loaded: the bytes are read once, and loaded from memory. They are tried
-out in a process of their own first, which may crash.
+What is hashed is what is loaded: the bytes are read once, and loaded from memory. They are
+tried out in a process of their own first, which may crash.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _find(name: str, digest: str, roots: Sequence[str]) -> bytes:
     where = ", ".join(roots) or "not set, so no library is loaded"
     seen = f"; {'; '.join(refused)}" if refused else ""
     raise ExtensionError(
-        f"kernels {name}: expected {name}.so with sha256 {digest} below {env.kernel_roots.name} "
-        f"of the server ({where}){seen}"
+        f"kernels {name}: expected {name}.so with sha256 {digest} below "
+        f"{env.kernel_roots.name} of the server ({where}){seen}"
     )
 
 
@@ -177,7 +177,7 @@ def _as_file(content: bytes) -> Iterator[tuple[str, tuple[int, ...]]]:
         # Open for as long as it is loaded: the loader knows libraries by their paths, and
         # another one would take the number of this one.
         descriptor = os.memfd_create("persia-kernels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        with open(descriptor, "wb", closefd=False) as file:  # noqa: PTH123
+        with open(descriptor, "wb", closefd=False) as file:
             file.write(content)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)

@@ -111,8 +111,8 @@ def find_prebuilt(place: Path, name: str) -> tuple[Path | None, str]:
         reasons.append(f"{path.name} {reason}")
     version = sys.version_info
     return None, (
-        f"expected {expected} (tag cp{version[0]}{version[1]}, ABI {toolchain.python_abi()}) in "
-        f"{place if not place.is_file() else place.parent}, found "
+        f"expected {expected} (tag cp{version[0]}{version[1]}, ABI {toolchain.python_abi()}) "
+        f"in {place if not place.is_file() else place.parent}, found "
         f"{'; '.join(reasons) or 'none'}"
     )
 

@@ -22,7 +22,11 @@ from persia.errors import ConfigError, ExtensionError
 
 Language = Literal["c", "c++", "cuda"]
 LANGUAGES: dict[str, Language] = {
-    **{".c": "c", ".cc": "c++", ".cpp": "c++", ".cxx": "c++", ".cu": "cuda"}
+    ".c": "c",
+    ".cc": "c++",
+    ".cpp": "c++",
+    ".cxx": "c++",
+    ".cu": "cuda",
 }
 
 # Seconds that a build, and the wait for another process's build, may take together.
@@ -78,7 +82,7 @@ def find_compiler(language: Language) -> Compiler | None:
 
 
 def need_compiler(language: Language, name: str) -> Compiler:
-    """Return the compiler of a language; ExtensionError if the module ``name`` cannot have it."""
+    """Return the compiler of a language; ExtensionError if module ``name`` cannot have it."""
     found = find_compiler(language)
     if found is None:
         raise ExtensionError(
@@ -189,7 +193,8 @@ def run(
                 if not isinstance(exc, subprocess.TimeoutExpired):
                     raise
                 raise ExtensionError(
-                    f"{name}: {command[0]} has not ended after {timeout_s:.0f} s:\n{_end_of(log)}"
+                    f"{name}: {command[0]} has not ended after {timeout_s:.0f} s:\n"
+                    f"{_end_of(log)}"
                 ) from None
     if status:
         raise ExtensionError(
