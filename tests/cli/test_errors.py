@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -27,13 +29,19 @@ def run(name: str, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS)
-def test_help_has_an_example_that_could_be_typed(name: str, command: str) -> None:
+def test_help_has_an_example_that_could_be_typed(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, text, _ = run(name, command, "--help")
     assert status == 0
     (line,) = (line.strip() for line in text.splitlines() if "Example: " in line)
     words = line.removeprefix("Example: ").split()
     assert words[:2] == [name, command]
     assert run(name, command, "-h") == (0, text, "")
+    monkeypatch.chdir(tmp_path)
+    for word in words:
+        if re.fullmatch(r"\w+\.(yml|parquet)", word):
+            Path(word).touch()
     group = GROUPS[name]
     # It is read without an error, and not run.
     with click.Context(group, info_name=name) as ctx:
