@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from persia._build import kernel_library, toolchain
+from persia._build import toolchain
 from persia._build.builders import (
     Builder,
     CompilerBuilder,
@@ -72,6 +72,9 @@ def get_kernels_name(source: str | Path | Sequence[str | Path], name: str | None
         ConfigError: If there is no file, or the name cannot be used.
         ExtensionError: If it cannot be compiled, or is not what ``persia_kernels.h`` says.
     """
+    # It needs numpy, which what builds modules does not.
+    from persia._build import kernel_library
+
     return kernel_library.load_sources("get_kernels_name", source, name)[1]
 
 
