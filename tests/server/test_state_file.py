@@ -439,6 +439,8 @@ def test_rows_that_a_kernel_fails_for_are_put_back_from_the_journal(
     with pytest.raises(KernelError, match="3 rows are as they were"):
         server.update(update)
     (after,) = server.read_embedding(parts)
+    assert before.states is not None
+    assert after.states is not None
     np.testing.assert_array_equal(after.values[failed], before.values[failed])
     np.testing.assert_array_equal(after.states[failed], before.states[failed])
     np.testing.assert_array_equal(after.values[~failed], before.values[~failed] - 0.5)
