@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 # Batches in a row in which a lookup was not found, after which it is not sought any more.
 PATIENCE = 8
+# Different ids from which on a tensor may be theirs shifted by a number: of one sample each is.
+_LEAST_SHIFTED = 8
+# Of tensors that may hold ids; NumPy has no others.
+_INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
+_DTYPES = frozenset((*_INTEGERS, torch.float64, torch.float32, torch.float16))
 
 
 class Leaves:
@@ -204,9 +209,9 @@ def _integers(leaf: Any) -> NDArray[np.int64] | None:
     """Return a leaf of a batch as integers, if it may hold ids."""
     if isinstance(leaf, torch.Tensor):
         # A subclass may have no values: those of compilers do not.
-        if type(leaf) is not torch.Tensor or leaf.is_nested or leaf.is_complex():
+        if type(leaf) is not torch.Tensor or leaf.is_nested or leaf.dtype not in _DTYPES:
             return None
-        if leaf.device.type != "cpu" or leaf.dim() == 0:
+        if leaf.layout is not torch.strided or leaf.device.type != "cpu" or leaf.is_neg():
             return None
         leaf = leaf.detach().numpy()
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iuf" or leaf.ndim == 0:
@@ -233,8 +238,11 @@ def _find(table: ModuleTable, given: GivenIds, leaves: Leaves) -> Recipe | None:
         if array.ndim == 2 and array.shape[1] == len(values):
             views += [(x, None, False, array[x]) for x in range(len(array))]
         for row, column, is_transposed, view in views:
-            addend = int(values[0] - view[0])
+            # As int64 has it, where ids use all 64 bits.
+            addend = (int(values[0]) - int(view[0]) + (1 << 63)) % (1 << 64) - (1 << 63)
             if (addend and shifted is not None) or not np.array_equal(values, view + addend):
+                continue
+            if addend and len(np.unique(view)) < _LEAST_SHIFTED:
                 continue
             found = Recipe(
                 *(table, given.padding, place, row, column, is_transposed, addend),

@@ -127,7 +127,7 @@ def test_what_cannot_be_imported_leaves_no_checkpoint(tmp_path: Path, slots: Pat
     given = tmp_path, slots, tmp_path / "users.npz", "--feature"
     for options, expected in (
         (("user",), "expected vectors of dim 4, got 3"),
-        (("usre",), "did you mean 'user'"),
+        (("usr_id",), "did you mean 'user'"),
         (("user", "--optimizer-option", "eps"), "expected NAME=VALUE"),
         (("user", "--optimizer-option", "rho=1"), "rho"),
         (("user", "--from", "original"), "expected --old-config"),

@@ -14,13 +14,14 @@ from persia._modules.requests import split_features
 from persia.nn.recipes import PATIENCE, Leaves, Recipe, Recipes
 
 MATRIX = torch.tensor([[3, 5, 8], [1, 4, 9]])
+LONG = torch.arange(24).reshape(8, 3)
 FORMS: dict[str, tuple[Any, torch.Tensor]] = {
     "leaf": ((torch.rand(3), [MATRIX[0]]), MATRIX[0]),
     "flat": (MATRIX, MATRIX.reshape(-1)),
     "row": (MATRIX, MATRIX[1]),
     "column": ({"x": MATRIX.double()}, MATRIX[:, 2]),
     "transposed": (MATRIX, MATRIX.t().reshape(-1)),
-    "shifted": ({"x": MATRIX}, MATRIX[:, 1] + 1000),
+    "shifted": ({"x": LONG}, LONG[:, 1] + 1000),
 }
 
 
@@ -58,6 +59,28 @@ def test_a_batch_that_a_model_changes_afterwards_is_looked_up_as_it_was(
     (rows,) = learnt(module, ids, ids.clone()).look_up(Leaves(ids))
     ids += 1
     assert rows.given.values.tolist() == [3, 5]
+    assert rows.give_up()
+
+
+def test_few_ids_are_not_taken_for_shifted_ones(module: persia.nn.Embedding) -> None:
+    """A label of one sample and its id always have a difference."""
+    assert not learnt(module, (torch.ones(1), MATRIX), torch.tensor([7])).tables()
+
+
+@pytest.mark.filterwarnings("error")
+def test_ids_of_all_64_bits_are_compared(module: persia.nn.Embedding) -> None:
+    ids = torch.arange(10) - (1 << 63)
+    batch = torch.arange(10, 0, -1), ids
+    assert learnt(module, batch, ids).tables() == {module._tables[0]}
+    (rows,) = learnt(module, ids + 5, ids).look_up(Leaves(ids))
+    assert rows.give_up()
+
+
+def test_tensors_that_numpy_has_not_hold_no_ids(module: persia.nn.Embedding) -> None:
+    ids = torch.arange(3)
+    others = torch.ones(3, dtype=torch.bfloat16), torch.eye(3).to_sparse(), torch.ones(3) == 1
+    recipes = learnt(module, (*others, ids), ids)
+    (rows,) = recipes.look_up(Leaves((*others, ids)))
     assert rows.give_up()
 
 

@@ -1,6 +1,7 @@
 """Kernels of libraries that have the interface of persia_kernels.h.
 
-A library is loaded once per process and never unloaded. What its kernels are used for names it as
+A library is loaded once per process and never unloaded. What its kernels are used for names
+it as
 
     native:<name>:<sha256 of the library>
 
@@ -18,9 +19,9 @@ from persia.errors import ConfigError, ExtensionError
 cdef extern from "persia_kernels.h":
     """
     /* Libraries of version 1 end before these members. */
-    #define PERSIA_MEMBER_OF(kernels, member)                                                  \
-        ((kernels)->size < offsetof(persia_kernels_t, member) + sizeof (kernels)->member ? NULL \
-                                                                      : (kernels)->member)
+    #define PERSIA_MEMBER_OF(kernels, member)                                                 \
+        ((kernels)->size < offsetof(persia_kernels_t, member) + sizeof (kernels)->member      \
+             ? NULL : (kernels)->member)
     static const persia_initializer_t *persia_initializer_of(const persia_kernels_t *kernels)
     {
         return PERSIA_MEMBER_OF(kernels, initializer);

@@ -1,7 +1,7 @@
 """Which row goes next: by LRU, LFU or a user's scorer, several policies in a shard.
 
-A policy is (kind, ttl), and with SCORED a user's kernel. It owns orders of use, and what it knows of
-a row is where the row stands, so no policy costs a byte in a row or a read of one:
+A policy is (kind, ttl), and with SCORED a user's kernel. It owns orders of use, and what it
+knows of a row is where the row stands, so no policy costs a byte in a row or a read of one:
 
     LRU     one order for all its rows
     LFU     class 15   used about 32 thousand times     newest end <- a use that moves up
