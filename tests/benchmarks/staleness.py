@@ -123,18 +123,21 @@ class DLRM(nn.Module):
         return output
 
 
+def schema_of(log: Log) -> dict[str, Any]:
+    return {"slots_config": {f"f{i}": {"dim": DIM} for i in range(log.ids.shape[1])}}
+
+
 def context(
     log: Log, seed: int, width: int, worker: Any = None, compensation: float = 0.0
 ) -> TrainCtx:
     """Return a context, not entered, over new rows or those of a worker, and a new net."""
     torch.manual_seed(seed)
     model = DLRM(log.ids.shape[1], log.dense.shape[1], width)
-    slots = {f"f{i}": {"dim": DIM} for i in range(log.ids.shape[1])}
     return TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.05, initial_accumulator_value=1e-8),
         dense_optimizer=torch.optim.Adam(model.parameters(), lr=0.001),
-        embedding_config=EmbeddingConfig(seed=seed, schema={"slots_config": slots}),
+        embedding_config=EmbeddingConfig(seed=seed, schema=schema_of(log)),
         mixed_precision=False,
         global_config={"embedding_worker_config": {"delay_compensation": compensation}},
         embedding_worker=worker,
@@ -214,7 +217,9 @@ def compare_speed(net: str, mode: str, num_pairs: int) -> None:
     from persia.helper import PersiaServiceCtx
 
     log = log_of("criteo", 0)
-    services: Any = contextlib.nullcontext() if mode == "embedded" else PersiaServiceCtx()
+    services: Any = contextlib.nullcontext()
+    if mode == "local":
+        services = PersiaServiceCtx(embedding_config=schema_of(log))
     ratios: dict[Any, list[float]] = {bound: [] for bound in BOUNDS}
     late: dict[Any, list[float]] = {bound: [] for bound in BOUNDS}
     with services, context(log, 0, 512 if net == "dlrm" else 0) as ctx:
