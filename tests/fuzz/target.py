@@ -20,7 +20,7 @@ import numpy as np
 
 from persia._rpc import messages as m
 from persia._rpc.client import Client
-from persia._rpc.frame import Call, Failure, Part, decode, encode
+from persia._rpc.frame import PROTOCOL, Call, Failure, Part, decode, encode
 from persia._rpc.methods import Method, Role, embedding_worker, nn_worker, parameter_server
 from persia._rpc.server import ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
@@ -146,7 +146,8 @@ class Target:
         peer = self._peers[number % len(self._peers)]
         answer = peer.ask(with_deadline(parts))
         if answer is not None:
-            reply = decode(answer)
+            # One to a peer of another version begins with that version.
+            reply = decode([PROTOCOL, *answer[1:]])
             if isinstance(reply, Failure) and reply.body[0] in ("RemoteError", "InternalError"):
                 raise Unmeant(reply.body)
         if self.num_sent % 64 == 0:

@@ -32,6 +32,11 @@ def hash_stack(ids: Sequence[int], rounds: int, embedding_size: int) -> list[int
     return rows
 
 
+def hash_of_half(x: int) -> int:
+    """What ``tests/support/kernels/hash.c`` computes."""
+    return mix64(x >> 1)
+
+
 def merge(arrays: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     distinct, numbered = number(value for array in arrays for value in array)
     pieces = []

@@ -16,7 +16,7 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._rpc.messages import HyperParameters, OptimizerSettings
 from persia.config import EmbeddingSchema, Slot
-from tests.reference.ids import hash_stack, number, pack
+from tests.reference.ids import hash_of_half, hash_stack, number, pack
 from tests.reference.pooling import Bags, gather, pool, pool_grad
 
 Floats = NDArray[np.float32]
@@ -49,6 +49,8 @@ class ReferenceJob:
     def signs_of(self, slot: Slot, x: int) -> list[int]:
         """The signs of an id: one, or one for each round of the hash stack."""
         values = [x]
+        if slot.id_hash is not None:
+            values = [hash_of_half(x) % 2 ** (64 - self.schema.prefix_bits)]
         if slot.hash_stack_rounds:
             values = hash_stack(values, slot.hash_stack_rounds, slot.hash_stack_size)
         return pack(values, slot.prefix, self.schema.prefix_bits)[0]

@@ -1,4 +1,9 @@
+from collections.abc import Sequence
+from typing import TypeGuard
+
 import numpy as np
 from numpy.typing import NDArray
 
 def empty_floats(*shape: int) -> NDArray[np.float32]: ...
+def is_matrix(value: object, num_rows: int, dim: int) -> TypeGuard[NDArray[np.float32]]: ...
+def joined(arrays: Sequence[NDArray[np.float32]]) -> NDArray[np.float32] | None: ...

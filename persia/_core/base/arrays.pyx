@@ -9,9 +9,10 @@ is strided, reversed or unaligned is copied.
 from numpy cimport (
     NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_NOTSWAPPED, NPY_ARRAY_WRITEABLE,
     NPY_FLOAT32, NPY_INT64, NPY_UINT8, NPY_UINT32, NPY_UINT64, PyArray_CHKFLAGS, PyArray_Check,
-    PyArray_CheckExact, PyArray_CLEARFLAGS, PyArray_DATA, PyArray_DESCR, PyArray_FROM_OF,
-    PyArray_ISNOTSWAPPED, PyArray_ITEMSIZE, PyArray_NDIM, PyArray_SIZE, PyArray_SimpleNew,
-    PyArray_SimpleNewFromData, dtype, import_array, ndarray, npy_intp, set_array_base,
+    PyArray_CheckExact, PyArray_CLEARFLAGS, PyArray_DATA, PyArray_DESCR, PyArray_DIM,
+    PyArray_FROM_OF, PyArray_ISNOTSWAPPED, PyArray_ITEMSIZE, PyArray_NDIM, PyArray_SIZE,
+    PyArray_SimpleNew, PyArray_SimpleNewFromData, PyArray_TYPE, dtype, import_array, ndarray,
+    npy_intp, set_array_base,
 )
 
 from persia._core.base.types cimport MAX_DIM
@@ -167,6 +168,21 @@ cdef ndarray frozen(ndarray array):
     return array
 
 
+def is_matrix(object value, Py_ssize_t num_rows, Py_ssize_t dim):
+    """Whether it is a NumPy array f32 [num_rows, dim] that kernels can read as it is."""
+    if not PyArray_CheckExact(value):
+        return False
+    cdef ndarray array = <ndarray>value
+    return (
+        PyArray_NDIM(array) == 2
+        and PyArray_DIM(array, 0) == num_rows
+        and PyArray_DIM(array, 1) == dim
+        and PyArray_TYPE(array) == NPY_FLOAT32
+        and PyArray_ISNOTSWAPPED(array)
+        and PyArray_CHKFLAGS(array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)
+    )
+
+
 def empty_floats(*shape):
     """Return an uninitialised f32 array of at most 4 dimensions that begins with a line."""
     cdef npy_intp[MOST_DIMENSIONS] lengths
@@ -186,3 +202,35 @@ def empty_floats(*shape):
         <void *>((<size_t>PyArray_DATA(block) + LINE - 1) & ~<size_t>(LINE - 1)))
     set_array_base(array, block)
     return array
+
+
+def joined(arrays):
+    """Return matrices f32 [n, dim] as one, to read, if each lies right behind the one before.
+
+    Nothing is copied. None if they do not, or none of them has a row.
+    """
+    cdef npy_intp[2] shape
+    cdef char *begin = NULL
+    cdef char *end = NULL
+    cdef ndarray one
+    shape[0] = 0
+    for item in arrays:
+        if not PyArray_CheckExact(item) or PyArray_NDIM(<ndarray>item) != 2:
+            return None
+        one = <ndarray>item
+        if not is_matrix(one, PyArray_DIM(one, 0), PyArray_DIM(one, 1)):
+            return None
+        if PyArray_DIM(one, 0) == 0:    # it may lie anywhere
+            continue
+        if begin == NULL:
+            begin = end = <char *>PyArray_DATA(one)
+            shape[1] = PyArray_DIM(one, 1)
+        if <char *>PyArray_DATA(one) != end or PyArray_DIM(one, 1) != shape[1]:
+            return None
+        end += PyArray_SIZE(one) * sizeof(float)
+        shape[0] += PyArray_DIM(one, 0)
+    if begin == NULL:
+        return None
+    one = PyArray_SimpleNewFromData(2, shape, NPY_FLOAT32, begin)
+    set_array_base(one, tuple(arrays))
+    return frozen(one)

@@ -133,6 +133,7 @@ typedef struct {
     const char *native_name;
     int is_trusted;                /* it cannot fail */
     int is_guarded;                /* rows are kept, to be put back if it fails for them */
+    int guards_rows;               /* it does so itself */
 } persia_optim_t;
 
 /* What a call of a step is about, and what became of it. */
@@ -146,8 +147,7 @@ typedef struct {
     int code;              /* that the kernel returned for it, or PERSIA_WROTE_NAN */
 } persia_call_t;
 
-#define PERSIA_WROTE_NAN INT32_MIN
-#define PERSIA_NO_MEMORY (INT32_MIN + 1)
+#define PERSIA_NO_MEMORY (INT32_MIN + 1) /* beside PERSIA_WROTE_NAN */
 
 PERSIA_INLINE persia_call_t persia_new_call(uint64_t number, void *kept)
 {

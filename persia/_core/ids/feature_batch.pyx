@@ -202,6 +202,16 @@ cdef class FeatureBatch:
         self.number()
         return PyArray_SIZE(<ndarray>self.numbered_distinct)
 
+    @property
+    def num_empty(self):
+        """The number of samples without ids."""
+        cdef const uint32_t *edges = edges_of(self)
+        cdef Py_ssize_t i, count = 0
+        if edges != NULL:
+            for i in range(self.batch_size):
+                count += edges[i] == edges[i + 1]
+        return count
+
     cdef int number(self) except -1:
         """Number the ids unless that is done."""
         cdef object ids = self.pending      # held: another thread may come first

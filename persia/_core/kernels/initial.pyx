@@ -31,7 +31,7 @@ from persia._core.base.arrays cimport check_rows
 from persia._core.base.halves cimport dtype_number, half_kernels, persia_half_t
 from persia._core.base.hashing cimport mix64
 from persia._core.base.types cimport uint16_t, uint32_t, uint64_t
-from persia._core.kernels.native cimport library_with_initializer
+from persia._core.kernels.native cimport library_with
 
 cdef enum:
     UNIFORM
@@ -288,7 +288,7 @@ def complete(method, options):
     """The options of ``method`` with defaults filled in, each a checked float."""
     if is_native(method):
         owner = f"initialization {method}"
-        known = library_with_initializer(method).initializer_params
+        known = library_with("initializer", method).initializer_params
         values = with_defaults(owner, options, known)
         return {option: number(owner, option, value) for option, value in values.items()}
     if method not in OPTIONS:
@@ -329,7 +329,7 @@ cdef class Initializer:
         self.name = method
         self.parameters[:] = [0.0, 0.0, 0.0, 0.0]
         if is_native(method):
-            self._use_library(library_with_initializer(method))
+            self._use_library(library_with("initializer", method))
             return
         self.method = _METHODS[method]
         values = list(self.options.values())

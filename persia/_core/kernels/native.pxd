@@ -14,6 +14,8 @@ cdef extern from "persia_kernels.h" nogil:
         double lr
         uint64_t step
         const double *params
+        float bound
+        int *codes
 
     ctypedef struct persia_optimizer_t:
         uint32_t size
@@ -23,6 +25,7 @@ cdef extern from "persia_kernels.h" nogil:
         uint32_t (*state_width)(uint32_t dim, const double *params) noexcept nogil
         void (*init)(float *state, uint32_t dim, const double *params) noexcept nogil
         int (*step)(const persia_block_t *rows) noexcept nogil
+        uint32_t guards
 
     ctypedef struct persia_initializer_t:
         uint32_t size
@@ -47,12 +50,17 @@ cdef extern from "persia_kernels.h" nogil:
         uint32_t size
         uint32_t (*score)(const persia_use_t *use) noexcept nogil
 
+    ctypedef struct persia_hash_t:
+        uint32_t size
+        int (*hash)(const uint64_t *ids, size_t num_ids, uint64_t *hashes) noexcept nogil
+
     ctypedef struct persia_kernels_t:
         uint32_t version
         uint32_t size
         const persia_optimizer_t *optimizer
         const persia_initializer_t *initializer
         const persia_scorer_t *scorer
+        const persia_hash_t *hash
 
 cdef enum:
     MAX_WIDTH = 0x30002         # words of state; with values and header, a row fits its chunk
@@ -65,6 +73,8 @@ cdef class NativeLibrary:
     cdef const persia_optimizer_t *optimizer
     cdef const persia_initializer_t *initializer
     cdef const persia_scorer_t *scorer
+    cdef const persia_hash_t *hash
+    cdef readonly bint guards_rows  # its optimizer does
     cdef readonly str name          # "native:", the user's name of it, and its sha256
     cdef readonly dict params       # of the optimizer: name -> default
     cdef readonly dict initializer_params
@@ -72,10 +82,12 @@ cdef class NativeLibrary:
     cdef dict _widths
     cdef object widths(self, object params)
     cdef object try_dim(self, uint32_t dim, uint32_t width, const double[::1] params)
+    cdef object try_guard(
+        self, uint32_t dim, uint32_t width, const double[::1] params, uint32_t offset)
     cdef object try_fill(self, uint32_t dim, const double[::1] params)
     cdef object try_score(self, uint32_t dim)
+    cdef object try_hash(self)
 
-# The library that was loaded under this name, or a ConfigError, also if it has not this kernel.
-cdef NativeLibrary library_with_optimizer(str name)
-cdef NativeLibrary library_with_initializer(str name)
-cdef NativeLibrary library_with_scorer(str name)
+# The library that was loaded under this name, or a ConfigError, also if it has not this kernel:
+# "optimizer", "initializer", "scorer" or "hash".
+cdef NativeLibrary library_with(str kernel, str name)

@@ -2,6 +2,8 @@
  *
  *     rows -> kept -> kernel -> bound, looked at -> put back, where it failed
  *
+ * A kernel that guards its rows does all of that row by row: here its codes are read.
+ *
  * A kernel of a user can fail in three ways:
  *
  *   - it returns an error. All rows of the call are put back and each is tried alone, so that the
@@ -15,95 +17,29 @@
 #ifndef PERSIA_NATIVE_KERNELS_H
 #define PERSIA_NATIVE_KERNELS_H
 
-#include <math.h>
 #include <stdlib.h>
 
 #include "kernel_crash.h"
 #include "optim_kernels.h"
 
 enum {
-    PERSIA_NATIVE_ROWS = 32,    /* the most in one call, as the header promises */
+    /* The most in one call, as the header promises; and of a kernel that guards them. */
+    PERSIA_NATIVE_ROWS = 32,
+    PERSIA_SELF_GUARDED_ROWS = 256,
     /* Of old rows, on the stack: so few that the rows themselves stay in the first cache. */
     PERSIA_KEPT_WORDS = 2048,
 };
 
 /* --- steps ----------------------------------------------------------------------------------- */
 
-/* These two are all that a kernel of a user costs beside its own arithmetic. Where dim is a
- * literal they have no loop over a row left. */
-typedef int32_t persia_int_lanes_t __attribute__((vector_size(32)));
-typedef int32_t persia_int_line_t __attribute__((vector_size(64)));
-typedef float persia_line_t __attribute__((vector_size(64)));
-
-/* Whether a value of these rows is beyond the bound, or a NaN. Without signs, floats are in the
- * order of their bits, and NaNs are the largest: a difference from the bound below 0 says both. */
-PERSIA_INLINE int persia_are_beyond(float *const *values, size_t n, size_t dim, float bound)
+/* This and persia_keep are all that a kernel of a user costs beside its own arithmetic. */
+PERSIA_INLINE int persia_are_beyond(const persia_block_t *rows, size_t dim)
 {
-    int32_t most, one, rest = 0;
-    memcpy(&most, &bound, sizeof most);
-    persia_int_lanes_t lanes = {0}, eight;
-    persia_int_line_t line = {0}, sixteen;
-    for (size_t i = 0; i < n; i++) {
-        const float *restrict const w = values[i];
-        size_t j = 0;
-        for (; j + 16 <= dim; j += 16) {
-            memcpy(&sixteen, w + j, sizeof sixteen);
-            line |= most - (sixteen & INT32_MAX);
-        }
-        if (dim & 8) {
-            memcpy(&eight, w + j, sizeof eight);
-            lanes |= most - (eight & INT32_MAX);
-            j += 8;
-        }
-        for (; j < dim; j++) {
-            memcpy(&one, w + j, sizeof one);
-            rest |= most - (one & INT32_MAX);
-        }
-    }
-    for (int k = 0; k < 16; k++)
-        rest |= line[k] | lanes[k & 7];
-    return rest < 0;
-}
-
-/* A NaN stays one. */
-static void persia_bound_rows(float *const *values, size_t n, size_t dim, float bound)
-{
-    for (size_t i = 0; i < n; i++)
-        for (size_t j = 0; j < dim; j++)
-            values[i][j] = persia_bounded(values[i][j], bound);
-}
-
-/* `count` is a literal, and a multiple of 8. */
-PERSIA_INLINE void persia_copy_floats(float *restrict to, const float *restrict from, size_t count)
-{
-    size_t j = 0;
-    for (; j + 16 <= count; j += 16) {
-        persia_line_t line;
-        memcpy(&line, from + j, sizeof line);
-        memcpy(to + j, &line, sizeof line);
-    }
-    if (j < count) {
-        persia_lanes_t lanes;
-        memcpy(&lanes, from + j, sizeof lanes);
-        memcpy(to + j, &lanes, sizeof lanes);
-    }
-}
-
-static int persia_has_nan(const float *w, size_t dim)
-{
-    for (size_t j = 0; j < dim; j++)
-        if (w[j] != w[j])
-            return 1;
-    return 0;
-}
-
-/* Whether row and gradient have only such values as a kernel must not make a NaN of. */
-static int persia_are_finite(const float *w, const float *g, size_t dim)
-{
-    for (size_t j = 0; j < dim; j++)
-        if (!isfinite(w[j]) || !isfinite(g[j]))
-            return 0;
-    return 1;
+    persia_seen_t seen = {{0}, {0}, 0};
+    const float bound = rows->bound;
+    for (size_t i = 0; i < rows->num_rows; i++)
+        persia_see_row(&seen, rows->values[i], dim, bound);
+    return persia_is_beyond(&seen);
 }
 
 typedef struct {
@@ -130,8 +66,8 @@ PERSIA_INLINE void persia_keep_vectors(
     const size_t width = dim + this->words;
     float *to = this->kept;
     for (size_t i = 0; i < rows->num_rows; i++, to += width) {
-        persia_copy_floats(to, rows->values[i], dim);
-        persia_copy_floats(to + dim, rows->states[i], vectors * dim);
+        persia_copy_words(to, rows->values[i], dim);
+        persia_copy_words(to + dim, rows->states[i], vectors * dim);
         for (size_t k = vectors * dim; k < this->words; k++)
             to[dim + k] = rows->states[i][k];
     }
@@ -176,23 +112,29 @@ static int persia_call_kernel(const persia_optim_t *o, const persia_block_t *row
     return code;
 }
 
-/* Bounds rows, and looks for those that the kernel has made NaNs of without a reason: they are
+/* Reports the rows that have a code; without any, all rows of a call that returned one. */
+__attribute__((noinline)) static void persia_note_codes(
+    persia_call_t *call, const persia_block_t *rows, size_t first, int code)
+{
+    for (size_t i = 0; i < rows->num_rows; i++)
+        if (rows->codes[i] != 0)
+            code = 0;
+    for (size_t i = 0; i < rows->num_rows; i++) {
+        const int own = rows->codes[i] != 0 ? rows->codes[i] : code;
+        rows->codes[i] = 0;
+        if (own != 0)
+            persia_note_failure(call, first + i, own);
+    }
+}
+
+/* Bounds rows, and looks for those that the kernel has made NaNs of without a cause: they are
  * put back. Without a guard nothing is known of a row before, and its gradient alone counts. */
-__attribute__((noinline)) static void persia_settle(
+__attribute__((noinline)) static void persia_bound_rows(
     const persia_native_t *this, const persia_block_t *rows, size_t first)
 {
-    persia_bound_rows(rows->values, rows->num_rows, this->dim, this->settings->weight_bound);
-    for (size_t i = 0; i < rows->num_rows; i++) {
-        const float *old = this->kept + i * (this->dim + this->words);
-        if (!persia_has_nan(rows->values[i], this->dim))
-            continue;
-        const int is_guarded = this->settings->is_guarded;
-        if (!persia_are_finite(is_guarded ? old : rows->grads[i], rows->grads[i], this->dim))
-            continue;
-        if (is_guarded)
-            persia_put_back(this, i, rows->values[i], rows->states[i]);
-        persia_note_failure(this->call, first + i, PERSIA_WROTE_NAN);
-    }
+    const float *kept = this->settings->is_guarded ? this->kept : NULL;
+    if (persia_settle(rows, 0, rows->num_rows, kept, this->words) != 0)
+        persia_note_codes(this->call, rows, first, 0);
 }
 
 /* Puts all rows back after an error, and tries each alone; `first` is the first one's place. */
@@ -213,6 +155,7 @@ __attribute__((noinline)) static void persia_step_alone(
         one.values += i;
         one.states += i;
         one.grads += i;
+        one.codes += i;
         alone.kept += i * (this->dim + this->words);
         if (rows->num_rows > 1)
             code = persia_call_kernel(this->settings, &one);
@@ -220,7 +163,7 @@ __attribute__((noinline)) static void persia_step_alone(
             persia_put_back(this, i, rows->values[i], rows->states[i]);
             persia_note_failure(this->call, first + i, code);
         } else {
-            persia_settle(&alone, &one, first + i);
+            persia_bound_rows(&alone, &one, first + i);
         }
     }
 }
@@ -231,7 +174,7 @@ __attribute__((noinline)) static void persia_step_alone(
 
 /* The rows from `begin` on as a kernel takes them; `behind` has room for where their states are. */
 PERSIA_INLINE persia_block_t persia_block(
-    size_t dim, size_t begin, size_t count, float **behind, PERSIA_NATIVE_STEPPED)
+    size_t dim, size_t begin, size_t count, float **behind, int *codes, PERSIA_NATIVE_STEPPED)
 {
     (void)n;
     for (size_t i = 0; states == NULL && i < count; i++)
@@ -240,6 +183,7 @@ PERSIA_INLINE persia_block_t persia_block(
         .num_rows = count, .dim = dim, .values = values + begin,
         .states = states == NULL ? behind : states + begin, .grads = grads + begin,
         .lr = o->lr_exact, .step = call->number, .params = o->native_params,
+        .bound = o->weight_bound, .codes = codes,
     };
     return rows;
 }
@@ -251,6 +195,7 @@ PERSIA_INLINE void persia_native_loop(
 {
     float stack[PERSIA_KEPT_WORDS] __attribute__((aligned(64)));
     float *behind[PERSIA_NATIVE_ROWS];
+    int codes[PERSIA_NATIVE_ROWS] = {0};
     const size_t words = o->native_widths[dim], width = dim + words;
     const int is_copied = !is_trusted && o->is_guarded && call->kept == NULL;
     persia_native_t this = {o, call, dim, words, stack};
@@ -267,11 +212,11 @@ PERSIA_INLINE void persia_native_loop(
     for (size_t begin = 0; begin < n; begin += at_once) {
         const size_t count = n - begin < at_once ? n - begin : at_once;
         const persia_block_t rows =
-            persia_block(dim, begin, count, behind, values, states, grads, n, o, call);
+            persia_block(dim, begin, count, behind, codes, values, states, grads, n, o, call);
         if (is_trusted) {
             o->native_steps[level](&rows);
-            if (persia_are_beyond(rows.values, count, dim, o->weight_bound))
-                persia_bound_rows(rows.values, count, dim, o->weight_bound);
+            if (persia_are_beyond(&rows, dim))
+                persia_settle(&rows, 0, count, NULL, words);
             continue;
         }
         if (is_copied)
@@ -281,11 +226,28 @@ PERSIA_INLINE void persia_native_loop(
         const int code = persia_call_kernel(o, &rows);
         if (code != 0)
             persia_step_alone(&this, &rows, begin, code);
-        else if (persia_are_beyond(rows.values, count, dim, o->weight_bound))
-            persia_settle(&this, &rows, begin);
+        else if (persia_are_beyond(&rows, dim))
+            persia_bound_rows(&this, &rows, begin);
     }
     if (is_copied && this.kept != stack)
         free(this.kept);
+}
+
+/* Calls a kernel that guards its rows. */
+static void persia_self_guarded_loop(size_t dim, PERSIA_NATIVE_STEPPED)
+{
+    float *behind[PERSIA_SELF_GUARDED_ROWS];
+    int codes[PERSIA_SELF_GUARDED_ROWS];
+    const size_t most = n < PERSIA_SELF_GUARDED_ROWS ? n : PERSIA_SELF_GUARDED_ROWS;
+    memset(codes, 0, most * sizeof(int));
+    for (size_t begin = 0; begin < n; begin += most) {
+        const size_t count = n - begin < most ? n - begin : most;
+        const persia_block_t rows =
+            persia_block(dim, begin, count, behind, codes, values, states, grads, n, o, call);
+        const int code = persia_call_kernel(o, &rows);
+        if (code != 0)
+            persia_note_codes(call, &rows, begin, code);
+    }
 }
 
 #define PERSIA_NATIVE_STEP(name, suffix, target, is_trusted, level)                         \
@@ -293,6 +255,10 @@ PERSIA_INLINE void persia_native_loop(
         float *const *values, float *const *states, const float *const *grads, size_t n,     \
         size_t dim, const persia_optim_t *o, persia_call_t *call)                            \
     {                                                                                       \
+        if (o->guards_rows && dim + o->native_widths[dim] <= PERSIA_GUARDED_WORDS) {         \
+            persia_self_guarded_loop(dim, values, states, grads, n, o, call);               \
+            return;                                                                         \
+        }                                                                                   \
         PERSIA_BY_DIM(                                                                      \
             persia_native_loop, dim, is_trusted, level, values, states, grads, n, o, call)   \
     }

@@ -40,6 +40,7 @@ cdef extern from "kernels.h" nogil:
         const char *native_name
         bint is_trusted
         bint is_guarded
+        bint guards_rows
 
     ctypedef struct persia_call_t:
         uint64_t number                         # of the update
@@ -63,12 +64,15 @@ cdef class RowOptimizer:
     cdef readonly dict options      # complete, for checkpoints and messages
     cdef object _tables             # keeps Adam's correction table alive
     cdef NativeLibrary library      # that a user's kernel is of, or None
+    cdef readonly dict kept_words   # where that is not here: words of state by dim; or None
     cdef object _params, _widths    # kept alive for ``settings``
 
     # Number of 4-byte words of state behind a row of ``dim`` floats; NO_WIDTH if it keeps none
     # of that dim.
     cdef uint32_t state_width(self, uint32_t dim) noexcept nogil
     cdef void fill_state(self, float *state, uint32_t dim) noexcept nogil
+    # Raise an ExtensionError that names ``what`` if its library is not here.
+    cdef int need_kernel(self, str what) except -1
     # The kernel of the level that is selected now; ask once per batch.
     cdef persia_step_t step(self) noexcept nogil
 

@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -25,7 +25,15 @@ class RowOptimizer:
     name: str
     weight_bound: float
     options: dict[str, float | bool]
-    def __new__(cls, name: str, weight_bound: float = 0.0, **options: float | bool) -> Self: ...
+    kept_words: Mapping[int, int] | None
+    def __new__(
+        cls,
+        name: str,
+        weight_bound: float = 0.0,
+        *,
+        kept_words: Any = None,  # as the attribute; else no mapping of options could be given
+        **options: float | bool,
+    ) -> Self: ...
     def with_lr(self, lr: float) -> Self: ...
     def state_words(self, dim: int) -> int: ...
     def new_state(self, dim: int) -> NDArray[np.uint32]: ...

@@ -28,7 +28,7 @@ import math
 import numpy as np
 
 from persia._core.kernels.native import is_native
-from persia.errors import ConfigError, DataError, KernelError, did_you_mean
+from persia.errors import ConfigError, DataError, ExtensionError, KernelError, did_you_mean
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
@@ -37,7 +37,7 @@ from libc.string cimport memset
 from persia._core.base.cpu cimport isa_level
 from persia._core.base.types cimport uint32_t, uint64_t
 from persia._core.kernels.native cimport (
-    MAX_WIDTH, NO_WIDTH, library_with_optimizer, persia_optimizer_t,
+    MAX_WIDTH, NO_WIDTH, library_with, persia_optimizer_t,
 )
 
 cdef extern from "native_kernels.h" nogil:
@@ -207,7 +207,7 @@ def complete(name, options):
 
 def _complete_native(name, options):
     """The learning rate and the parameters of a user's kernel, which has no bounds for them."""
-    cdef NativeLibrary library = library_with_optimizer(name)
+    cdef NativeLibrary library = library_with("optimizer", name)
     values = with_defaults(name, options, {"lr": None, "guard": True, **library.params})
     found = {option: number(name, option, values[option]) for option in library.params}
     return {
@@ -280,25 +280,32 @@ cdef class RowOptimizer:
         name: One of ``OPTIONS``.
         weight_bound: Every value of a row is clamped to [-weight_bound, weight_bound] after
             its step; 0 or less is no bound.
+        kept_words: Words of state by dim, of an optimizer whose library is not here: rows
+            that are loaded keep them, but none is created or stepped.
         **options: As in ``OPTIONS``; the defaults are the original PERSIA's.
 
     Raises:
         ConfigError: If the name or an option is unknown, missing or out of its range.
     """
 
-    def __cinit__(self, name, weight_bound=0.0, **options):
+    def __cinit__(self, name, weight_bound=0.0, *, kept_words=None, **options):
         memset(&self.settings, 0, sizeof(persia_optim_t))
-        self.options = complete(name, options)
+        self.options = complete(name, options) if kept_words is None else options
+        self.kept_words = kept_words
         self.name = name
         self.weight_bound = number(name, "weight_bound", weight_bound)
         self.settings.weight_bound = self.weight_bound if self.weight_bound > 0 else INFINITY
         self.settings.lr = self.settings.lr_exact = self.options["lr"]
         cdef bytes plain_name = name.encode()
+        if kept_words is not None:
+            self._use_widths(_widths_of(kept_words))
+            return
         if is_native(name):
-            self.library = library_with_optimizer(name)
+            self.library = library_with("optimizer", name)
             self.settings.native = self.library.optimizer
             self.settings.native_name = self.library.label
-            self.settings.is_guarded = self.options["guard"]
+            self.settings.guards_rows = self.library.guards_rows
+            self.settings.is_guarded = self.options["guard"] or self.library.guards_rows
             self._fill_native()
             persia_watch_crashes()
             return
@@ -331,12 +338,15 @@ cdef class RowOptimizer:
         params = tuple(
             value for option, value in self.options.items() if option not in ("lr", "guard"))
         self._params = np.array([*params, 0.0])
-        self._widths = (
-            _own_widths(self.name) if self.library is None else self.library.widths(params))
         cdef double[::1] params_view = self._params
-        cdef const uint32_t[::1] widths_view = self._widths
         self.settings.native_params = &params_view[0]
-        self.settings.native_widths = &widths_view[0]
+        self._use_widths(
+            _own_widths(self.name) if self.library is None else self.library.widths(params))
+
+    def _use_widths(self, widths):
+        cdef const uint32_t[::1] view = widths
+        self._widths = widths
+        self.settings.native_widths = &view[0]
 
     def _fill_corrections(self, beta1, beta2):
         # The table is this object's: ``settings`` points into it for as long as the object
@@ -351,11 +361,13 @@ cdef class RowOptimizer:
 
     def with_lr(self, lr):
         """The same optimizer with another learning rate; it can be made at each step."""
-        return RowOptimizer(self.name, self.weight_bound, **{**self.options, "lr": lr})
+        options = {**self.options, "lr": lr}
+        return RowOptimizer(
+            self.name, self.weight_bound, kept_words=self.kept_words, **options)
 
     def __reduce__(self):
-        return copyreg.__newobj_ex__, (
-            RowOptimizer, (self.name, self.weight_bound), self.options)
+        options = {**self.options, "kept_words": self.kept_words}
+        return copyreg.__newobj_ex__, (RowOptimizer, (self.name, self.weight_bound), options)
 
     def __repr__(self):
         options = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
@@ -363,7 +375,7 @@ cdef class RowOptimizer:
 
     cdef uint32_t state_width(self, uint32_t dim) noexcept nogil:
         cdef const persia_kernel_t *kernel = &persia_kernels[self.settings.kind]
-        if self.settings.native != NULL:
+        if self.settings.native_widths != NULL:
             return self.settings.native_widths[dim] if dim <= _LARGEST_DIM else NO_WIDTH
         return kernel.vectors * dim + kernel.words
 
@@ -377,6 +389,14 @@ cdef class RowOptimizer:
         for i in range(self.state_width(dim)):
             state[i] = self.settings.initial_accumulator
 
+    cdef int need_kernel(self, str what) except -1:
+        if self.kept_words is not None:
+            raise ExtensionError(
+                f"{what}: the library of {self.name} was not found when its rows were loaded, "
+                "which can be evaluated and dumped; to train, register the optimizer at a "
+                "server that has the library")
+        return 0
+
     cdef persia_step_t step(self) noexcept nogil:
         if self.settings.is_trusted:
             return persia_trusted_steps[isa_level()]
@@ -387,6 +407,10 @@ cdef class RowOptimizer:
     def state_words(self, dim):
         """Number of 4-byte words of state behind a row of ``dim`` floats."""
         width = self.state_width(dim)
+        if width == NO_WIDTH and self.kept_words is not None:
+            raise ConfigError(
+                f"optimizer {self.name}: its library is not here, and the rows loaded have no "
+                f"dim {dim}")
         if width == NO_WIDTH:
             raise ConfigError(
                 f"optimizer {self.name}: for dim {dim} it keeps more than {MAX_WIDTH} words of "
@@ -420,6 +444,7 @@ cdef class RowOptimizer:
         cdef const float **gradients
         cdef Py_ssize_t i
         cdef persia_call_t call
+        self.need_kernel("a step")
         memset(&call, 0, sizeof(persia_call_t))
         call.number = number
         if values.shape[0] != n or values.shape[1] != width:
@@ -443,7 +468,15 @@ cdef class RowOptimizer:
         if call.num_failed:
             raise KernelError(
                 f"optimizer {self.name}: the kernel {failure_text(call.code)}, row "
-                f"{call.first_failed}; {failed_rows(call.num_failed, self.options['guard'])}")
+                f"{call.first_failed}; "
+                f"{failed_rows(call.num_failed, self.settings.is_guarded)}")
+
+
+def _widths_of(words):
+    """Words of state by dim, u32 [MAX_DIM + 1]; NO_WIDTH of other dims than the given ones."""
+    found = np.full(MAX_DIM + 1, <uint32_t> NO_WIDTH, dtype=np.uint32)
+    found[list(words)] = list(words.values())
+    return found
 
 
 @functools.cache

@@ -25,12 +25,14 @@ import numpy as np
 from persia.errors import ConfigError, DataError, DataTypeError
 
 from cython cimport final
+from libc.math cimport sqrt
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 from numpy cimport (
     NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NPY_FLOAT32,
     PyArray_CHKFLAGS, PyArray_Check, PyArray_DATA, PyArray_DIM, PyArray_FROM_OF,
-    PyArray_ISNOTSWAPPED, PyArray_NDIM, PyArray_SIZE, PyArray_TYPE, import_array, ndarray,
+    PyArray_ISNOTSWAPPED, PyArray_NDIM, PyArray_SIZE, PyArray_STRIDE, PyArray_TYPE,
+    import_array, ndarray,
 )
 
 from persia._core.base.arrays cimport as_vector, describe
@@ -58,6 +60,7 @@ cdef extern from "pooling_kernels.h" nogil:
         size_t num_samples
         const float *weights        # [num_ids] or NULL
         size_t dim
+        size_t stride               # floats from a gradient's sample to the next
         float *scratch              # [dim]; [2 * dim], the second half zeros, for grad_fresh
 
     ctypedef struct persia_pooling_t:
@@ -79,6 +82,7 @@ cdef extern from "pooling_kernels.h" nogil:
             const float *grad, const int64_t *index, size_t n, size_t dim,
             float *out) noexcept nogil
         int (*any_nonfinite)(const float *values, size_t n) noexcept nogil
+        double (*squares)(const float *values, size_t n) noexcept nogil
         uint32_t (*max_u32)(const uint32_t *values, size_t n) noexcept nogil
         uint64_t (*max_u64)(const int64_t *values, size_t n) noexcept nogil
 
@@ -106,6 +110,7 @@ cdef struct Part:
     uint32_t end
     float *sums             # NULL: none to set and look at
     size_t num_sums         # floats
+    double squares          # their sum, if it is asked for
     bint is_finite
 
 cdef dict MODES = {
@@ -134,6 +139,18 @@ cdef ndarray as_input(object array, str name):
     if not is_matrix(array, 0):
         raise DataTypeError(f"{name}: expected a matrix of float32, got {describe(array)}")
     return PyArray_FROM_OF(array, NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED)
+
+
+cdef ndarray as_gradient(object array):
+    """Return the matrix, or a copy; rows may lie apart, as those of a part of a larger one."""
+    cdef ndarray matrix
+    if is_matrix(array, NPY_ARRAY_ALIGNED):
+        matrix = <ndarray> array
+        if PyArray_STRIDE(matrix, 1) == sizeof(float) and (
+            PyArray_STRIDE(matrix, 0) >= 0 and PyArray_STRIDE(matrix, 0) % sizeof(float) == 0
+        ):
+            return matrix
+    return as_input(array, "grad")
 
 
 cdef ndarray as_output(object array, str name):
@@ -278,6 +295,8 @@ cdef void make_part(PoolCalls calls, uint32_t number, uint32_t worker) noexcept 
         for i in range(part.first, part.end):
             make(&calls.calls[i])
     part.is_finite = not kernels().any_nonfinite(part.sums, part.num_sums)
+    if calls.adds_squares:
+        part.squares = kernels().squares(part.sums, part.num_sums)
 
 
 @final
@@ -299,6 +318,7 @@ cdef class PoolCalls:
     cdef size_t num_parts
     cdef size_t room            # of calls, and of parts
     cdef size_t most_dim
+    cdef bint adds_squares
     cdef list held              # the arrays that the pointers point into
 
     def __cinit__(self):
@@ -334,6 +354,7 @@ cdef class PoolCalls:
         part.first = part.end = <uint32_t> self.num_calls
         part.sums = sums
         part.num_sums = num_sums
+        part.squares = 0.0
         part.is_finite = True
         self.num_parts += 1
         return 0
@@ -417,13 +438,15 @@ cdef class PoolCalls:
     ):
         """Add a call to the part that was begun last: the gradient of ``pool``.
 
-        Of ``grad`` f32 [B, dim] samples are left out where ``skip`` u8 [B] is not 0. What they
-        give the rows is added to ``out`` f32 [U, dim]. ``argmax`` is what ``pool`` returned.
+        Rows of ``grad`` f32 [B, dim] may lie apart. Samples are left out where ``skip`` u8 [B]
+        is not 0. What the others give the rows is added to ``out`` f32 [U, dim]. ``argmax`` is
+        what ``pool`` returned.
         """
         cdef Call call
-        cdef ndarray source = as_input(grad, "grad"), target = as_output(out, "out")
+        cdef ndarray source = as_gradient(grad), target = as_output(out, "out")
         cdef ndarray numbers = places_of(places), flags = None
         fill(&call, POOL_GRAD, mode, ids, numbers, rounds, target, source, "grad")
+        call.bags.stride = PyArray_STRIDE(source, 0) // sizeof(float)
         call.source = <const float *> PyArray_DATA(source)
         call.out = <float *> PyArray_DATA(target)
         if call.mode == PERSIA_MAX:
@@ -451,6 +474,17 @@ cdef class PoolCalls:
         call.out = <float *> PyArray_DATA(target)
         self.append(&call)
         self.held.append((source, numbers, target))
+
+    def run_with_norms(self, ThreadPool threads not None):
+        """Make all calls; return the norm of the sums of each part, f32 [parts]."""
+        cdef size_t i
+        self.adds_squares = True
+        self.run(threads)
+        norms = np.empty(self.num_parts, np.float32)
+        cdef float[::1] found = norms
+        for i in range(self.num_parts):
+            found[i] = <float> sqrt(self.parts[i].squares)
+        return norms
 
     def run(self, ThreadPool threads not None):
         """Make all calls; return whether all sums are finite."""

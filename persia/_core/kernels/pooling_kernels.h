@@ -28,6 +28,7 @@ typedef struct {
     size_t num_samples;
     const float *weights;    /* [num_ids] or NULL; for sums only */
     size_t dim;
+    size_t stride;           /* floats from the gradient of a sample to that of the next */
     float *scratch;          /* [dim], for a sum of rounds or a scaled gradient */
 } persia_bags_t;
 
@@ -226,7 +227,7 @@ PERSIA_INLINE void persia_grad_sum_loop(
     const persia_bags_t bags = *settings;
     for (size_t b = 0; b < bags.num_samples; b++) {
         PERSIA_SAMPLE(bags, b)
-        const float *from = grad + b * dim;
+        const float *from = grad + b * bags.stride;
         if (skip && skip[b])
             continue;
         if (mode != PERSIA_SUM && end - begin > 1) {
@@ -260,7 +261,7 @@ PERSIA_INLINE size_t persia_grad_fresh_loop(
     size_t begun = 0;
     for (size_t b = 0; b < bags.num_samples; b++) {
         PERSIA_SAMPLE(bags, b)
-        const float *from = grad + b * dim;
+        const float *from = grad + b * bags.stride;
         if (mode != PERSIA_SUM && end - begin > 1) {
             persia_divide(dim, divided, from, persia_divisor(mode, end - begin));
             from = divided;
@@ -294,7 +295,7 @@ PERSIA_INLINE void persia_grad_max_loop(
                 continue;
             for (size_t r = 0; r < bags->rounds; r++) {
                 const size_t row = persia_row_of(bags->places, bags->rounds, (size_t)d, r);
-                out[row * dim + j] += grad[b * dim + j];
+                out[row * dim + j] += grad[b * bags->stride + j];
             }
         }
     }
@@ -355,6 +356,29 @@ PERSIA_INLINE int persia_any_nonfinite_of(const float *values, size_t n)
         found |= (bits & 0x7F800000u) == 0x7F800000u;
     }
     return (int)found;
+}
+
+typedef float persia_sixteen_t __attribute__((vector_size(64)));
+
+/* The sum of n squares, in 16 lanes by blocks of 2048, whose sums are added in double: so it is
+ * exact to f32 however many there are. A square that overflows makes it infinite. */
+PERSIA_INLINE double persia_squares_of(const float *values, size_t n)
+{
+    double total = 0.0;
+    size_t i = 0;
+    while (i + 16 <= n) {
+        const size_t end = n - i < 2048 ? n : i + 2048;
+        persia_sixteen_t lanes = {0}, here;
+        for (; i + 16 <= end; i += 16) {
+            memcpy(&here, values + i, sizeof here);
+            lanes += here * here;
+        }
+        for (size_t j = 0; j < 16; j++)
+            total += (double)lanes[j];
+    }
+    for (; i < n; i++)
+        total += (double)(values[i] * values[i]);
+    return total;
 }
 
 PERSIA_INLINE uint32_t persia_max_u32_of(const uint32_t *values, size_t n)
@@ -422,6 +446,8 @@ PERSIA_VARIANTS(
     { PERSIA_BY_DIM(persia_index_add_loop, dim, grad, index, n, out) })
 PERSIA_VARIANTS(int, persia_any_nonfinite, (const float *values, size_t n),
                 { return persia_any_nonfinite_of(values, n); })
+PERSIA_VARIANTS(double, persia_squares, (const float *values, size_t n),
+                { return persia_squares_of(values, n); })
 PERSIA_VARIANTS(uint32_t, persia_max_u32, (const uint32_t *values, size_t n),
                 { return persia_max_u32_of(values, n); })
 PERSIA_VARIANTS(uint64_t, persia_max_u64, (const int64_t *values, size_t n),
@@ -436,6 +462,7 @@ typedef struct {
     void (*scatter_add)(const float *, const uint32_t *, size_t, size_t, size_t, float *);
     void (*index_add)(const float *, const int64_t *, size_t, size_t, float *);
     int (*any_nonfinite)(const float *, size_t);
+    double (*squares)(const float *, size_t);
     uint32_t (*max_u32)(const uint32_t *, size_t);
     uint64_t (*max_u64)(const int64_t *, size_t);
 } persia_pooling_t;
@@ -444,7 +471,8 @@ typedef struct {
     {                                                                             \
         persia_pool_##level, persia_pool_grad_##level, persia_grad_fresh_##level, \
         persia_gather_##level, persia_scatter_add_##level, persia_index_add_##level, \
-        persia_any_nonfinite_##level, persia_max_u32_##level, persia_max_u64_##level \
+        persia_any_nonfinite_##level, persia_squares_##level, persia_max_u32_##level, \
+        persia_max_u64_##level                                                    \
     }
 
 static const persia_pooling_t persia_pooling[PERSIA_NUM_LEVELS] = {

@@ -71,7 +71,7 @@ cdef inline uint32_t eviction_order(
 cdef inline void begin_use(
     const Policy *policy, const Recency *recency, position_t position, persia_use_t *use
 ) noexcept nogil:
-    """Tell a scorer where the row stands; rows that do not stand in its classes are new."""
+    """Describe to a scorer where the row stands; one outside of its classes is new."""
     cdef uint32_t place = LFU_CLASSES
     if position != NO_POSITION:
         place = segment_at(recency, position >> OFFSET_BITS).order - policy.first

@@ -4,7 +4,7 @@
 """
 
 from persia._core.base.types cimport int64_t, position_t, row_t, uint32_t, uint64_t
-from persia._core.shard.persistent_shard cimport ShardFile
+from persia._core.shard.persistent_shard cimport ShardFile, persia_stores_before
 from persia._core.shard.slabs cimport NO_POSITION, Row, Slabs, persia_prefetch_write, row_at
 
 cdef enum:
@@ -99,6 +99,68 @@ cdef inline bint recency_expired(
     return clocks[expiry >> CLOCK_SHIFT] >= expiry & NEVER
 
 
+# Start another segment and close the one before; -1: no memory.
+cdef int open_segment(Recency *recency, Slabs *slabs, uint32_t order) noexcept nogil
+# Restore I3 and I5 for a closed segment after one of its entries died.
+cdef void tidy(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil
+
+
+cdef inline void bury(Recency *recency, Slabs *slabs, position_t position) noexcept nogil:
+    """The entry at this position dies."""
+    cdef uint32_t number = position >> OFFSET_BITS
+    cdef uint32_t offset = position & OFFSET_MASK
+    cdef Segment *segment = segment_at(recency, number)
+    segment.live[offset // 64] &= ~(<uint64_t> 1 << (offset % 64))
+    segment.num_live -= 1
+    if (4 * segment.num_held > 5 * segment.num_live or segment.num_live == THIN) and (
+            number != recency.orders[segment.order].open):
+        tidy(recency, slabs, number)
+
+
+# Inline, and slow paths apart: a lookup does this for each of its rows.
+cdef inline int recency_touch(
+    Recency *recency, Slabs *slabs, row_t row, Row *at, uint32_t order
+) noexcept nogil:
+    """The row becomes the newest of the order; its old entry, in whatever order, dies.
+
+    -1: no memory; the row's old place is kept.
+    """
+    cdef Order *to = &recency.orders[order]
+    cdef uint32_t open_ = to.open, offset, before
+    cdef position_t old
+    cdef uint64_t bit
+    cdef Segment *segment
+    if open_ == NO_SEGMENT or segment_at(recency, open_).num_used == SEGMENT_ENTRIES:
+        if open_segment(recency, slabs, order) < 0:
+            return -1
+        open_ = to.open
+    # Only now: a merge while the open segment was closed may have renumbered this very row.
+    old = at.position
+    segment = segment_at(recency, open_)
+    offset = segment.num_used
+    bit = <uint64_t> 1 << (offset % 64)
+    segment.num_used = offset + 1
+    segment.rows[segment.num_held] = row
+    segment.num_held += 1
+    segment.num_live += 1
+    segment.held[offset // 64] |= bit
+    segment.live[offset // 64] |= bit
+    recency.num_held += 1
+    persia_stores_before()      # what the row holds is there before it is one
+    at.position = (open_ << OFFSET_BITS) | offset
+    persia_stores_before()
+    if old == NO_POSITION:
+        recency.num_live += 1
+        to.num_live += 1
+        return 0
+    before = segment_at(recency, old >> OFFSET_BITS).order
+    if before != order:
+        recency.orders[before].num_live -= 1
+        to.num_live += 1
+    bury(recency, slabs, old)
+    return 0
+
+
 cdef void recency_init(Recency *recency) noexcept nogil
 # Restore invariant I5 around one segment.
 cdef void join(Recency *recency, Slabs *slabs, uint32_t number) noexcept nogil
@@ -110,11 +172,7 @@ cdef int64_t recency_add_orders(
 # Before the uses of a request: the clocks go on, segments open for too long are closed.
 cdef void recency_begin(
     Recency *recency, Slabs *slabs, const uint64_t *clocks) noexcept nogil
-# The row becomes the newest of the order; its old entry, in whatever order, dies. -1: no
-# memory; the row's old place is kept.
-cdef int recency_touch(
-    Recency *recency, Slabs *slabs, row_t row, uint32_t order) noexcept nogil
-# The same for a use at an earlier time of the order's clock.
+# ``recency_touch`` for a use at an earlier time of the order's clock.
 cdef int recency_touch_at(
     Recency *recency, Slabs *slabs, row_t row, uint32_t order, uint64_t time) noexcept nogil
 cdef void recency_remove(Recency *recency, Slabs *slabs, row_t row) noexcept nogil

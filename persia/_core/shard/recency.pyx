@@ -32,8 +32,9 @@ find out whether it is dead).
 """
 
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
+from persia._core.base.cpu cimport isa_level
 from persia._core.shard.persistent_shard cimport (
     FILE_SEGMENTS, KEY_STEP, SavedSegment, ShardFile, file_back, file_segment,
     persia_stores_before,
@@ -41,6 +42,11 @@ from persia._core.shard.persistent_shard cimport (
 from persia._core.shard.slabs cimport (
     CACHE_LINE, persia_lowest_bit, persia_popcount, persia_prefetch_write,
 )
+
+cdef extern from "recency_kernels.h" nogil:
+    ctypedef uint32_t (*persia_squeeze_t)(
+        row_t *rows, const uint64_t *held, const uint64_t *live, uint32_t num_words) noexcept
+    const persia_squeeze_t *persia_squeeze
 
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **block, size_t alignment, size_t num_bytes) noexcept
@@ -202,18 +208,10 @@ cdef void drop_segment(Recency *recency, uint32_t number) noexcept nogil:
 
 cdef void segment_squeeze(Recency *recency, Segment *segment) noexcept nogil:
     """Drop dead entries; the array keeps its size."""
-    cdef uint32_t word, taken = 0, num_kept = 0
-    cdef uint64_t held, live
-    for word in range((segment.num_used + 63) // 64):
-        held = segment.held[word]
-        live = segment.live[word]
-        while held:
-            # Written whether it lives or not: which entries died, no branch predictor knows.
-            segment.rows[num_kept] = segment.rows[taken]
-            num_kept += (live & held & (0 - held)) != 0
-            taken += 1
-            held &= held - 1
-        segment.held[word] = live
+    cdef uint32_t num_words = (segment.num_used + 63) // 64
+    cdef uint32_t num_kept = persia_squeeze[isa_level()](
+        segment.rows, segment.held, segment.live, num_words)
+    memcpy(segment.held, segment.live, num_words * sizeof(uint64_t))
     recency.num_held -= segment.num_held - num_kept
     segment.num_held = num_kept
 
@@ -491,56 +489,6 @@ cdef void recency_drain(
         join(recency, slabs, number)
 
 
-cdef void bury(Recency *recency, Slabs *slabs, position_t position) noexcept nogil:
-    """The entry at this position dies."""
-    cdef uint32_t number = position >> OFFSET_BITS
-    cdef uint32_t offset = position & OFFSET_MASK
-    cdef Segment *segment = segment_at(recency, number)
-    cdef Order *order = &recency.orders[segment.order]
-    segment.live[offset // 64] &= ~(<uint64_t> 1 << (offset % 64))
-    segment.num_live -= 1
-    if number != order.open and (
-            4 * segment.num_held > 5 * segment.num_live or segment.num_live == THIN):
-        tidy(recency, slabs, number)
-
-
-cdef int recency_touch(
-    Recency *recency, Slabs *slabs, row_t row, uint32_t order
-) noexcept nogil:
-    cdef Row *at = row_at(slabs, row)
-    cdef Order *to = &recency.orders[order]
-    cdef position_t old
-    cdef Segment *segment
-    cdef uint32_t offset, before
-    if to.open == NO_SEGMENT or segment_at(recency, to.open).num_used == SEGMENT_ENTRIES:
-        if open_segment(recency, slabs, order) < 0:
-            return -1
-    # Only now: a merge while the open segment was closed may have renumbered this very row.
-    old = at.position
-    segment = segment_at(recency, to.open)
-    offset = segment.num_used
-    segment.num_used += 1
-    segment.rows[segment.num_held] = row
-    segment.num_held += 1
-    segment.num_live += 1
-    segment.held[offset // 64] |= <uint64_t> 1 << (offset % 64)
-    segment.live[offset // 64] |= <uint64_t> 1 << (offset % 64)
-    recency.num_held += 1
-    persia_stores_before()      # what the row holds is there before it is one
-    at.position = (to.open << OFFSET_BITS) | offset
-    persia_stores_before()
-    if old == NO_POSITION:
-        recency.num_live += 1
-        to.num_live += 1
-        return 0
-    before = segment_at(recency, old >> OFFSET_BITS).order
-    if before != order:
-        recency.orders[before].num_live -= 1
-        to.num_live += 1
-    bury(recency, slabs, old)
-    return 0
-
-
 cdef int recency_touch_at(
     Recency *recency, Slabs *slabs, row_t row, uint32_t order, uint64_t time
 ) noexcept nogil:
@@ -555,7 +503,7 @@ cdef int recency_touch_at(
             to.open = NO_SEGMENT
             shut(recency, slabs, open_)
     recency.clocks[to.clock] = time
-    status = recency_touch(recency, slabs, row, order)
+    status = recency_touch(recency, slabs, row, row_at(slabs, row), order)
     recency.clocks[to.clock] = now
     if status == 0:
         segment = segment_at(recency, to.open)

@@ -6,10 +6,14 @@
 from persia._core.base.types cimport (
     NO_ROW, row_t, sign_t, uint16_t, uint32_t, uint64_t, uint8_t,
 )
-from persia._core.shard.slabs cimport Row, Slabs, persia_lowest_bit, row_at
+from persia._core.shard.slabs cimport Row, Slabs, persia_lowest_bit, persia_prefetch, row_at
+
+cdef extern from "portable.h" nogil:
+    uint32_t persia_equal_bytes(const uint8_t *bytes, uint8_t to) noexcept
 
 cdef enum:
     BUCKET_SLOTS = 12
+    PLACES = 0xFFF                  # of a bucket, as bits
     BUCKET_BITS = 9
     MAX_BUCKETS = 512               # of one table: 32 KiB, 6144 places
     MAX_DEPTH = 23                  # directory bits that the hash has
@@ -56,40 +60,49 @@ cdef inline Bucket *home_bucket(const SignIndex *index, uint64_t hash) noexcept 
     return &entry.buckets[<uint32_t> hash & entry.mask]
 
 
-cdef inline uint64_t zero_bytes(uint64_t word) noexcept nogil:
-    """The top bit of each byte that is 0; exact, so that an empty place never matches."""
-    return ~(((word & <uint64_t> 0x7F7F7F7F7F7F7F7F) + <uint64_t> 0x7F7F7F7F7F7F7F7F)
-             | word | <uint64_t> 0x7F7F7F7F7F7F7F7F)
+cdef inline uint32_t places_of(const Bucket *bucket, uint8_t tag) noexcept nogil:
+    """The places with this tag, as bits; with 0, the empty ones."""
+    # Sixteen bytes of the bucket, of which the last four are no tags.
+    return persia_equal_bytes(<const uint8_t *> bucket, tag) & PLACES
 
 
-cdef inline uint64_t match_low(const Bucket *bucket, uint8_t tag) noexcept nogil:
-    """Places 0..7 with this tag, as top bits of bytes."""
-    cdef uint64_t pattern = <uint64_t> 0x0101010101010101 * tag
-    return zero_bytes((<const uint64_t *> bucket.tags)[0] ^ pattern)
+cdef inline void fetch_places(
+    const Bucket *bucket, const Slabs *slabs, uint32_t places
+) noexcept nogil:
+    while places:
+        persia_prefetch(row_at(slabs, bucket.rows[persia_lowest_bit(places)]))
+        places &= places - 1
 
 
-cdef inline uint64_t match_high(const Bucket *bucket, uint8_t tag) noexcept nogil:
-    """Places 8..11 with this tag, as top bits of the low four bytes."""
-    cdef uint64_t pattern = <uint64_t> 0x01010101 * tag
-    cdef uint64_t word = (<const uint32_t *> bucket.tags)[2]
-    # The upper bytes are made non-zero so that they never count as matches.
-    return zero_bytes((word ^ pattern) | <uint64_t> 0xFFFFFFFF00000000)
-
-
-cdef inline row_t index_guess(const SignIndex *index, uint64_t hash) noexcept nogil:
+cdef inline row_t index_guess(
+    const SignIndex *index, const Slabs *slabs, uint64_t hash
+) noexcept nogil:
     """The first row of the home bucket with the right tag: right 97 times in 100, and free.
 
-    It reads no row, so that the row can be prefetched before anybody needs it.
+    It reads no row, so that the row can be prefetched before anybody needs it. Where there is
+    more than one, or none and rows went on to the next bucket, it fetches these as well.
     """
-    cdef Bucket *bucket = home_bucket(index, hash)
-    cdef uint8_t tag = tag_of(hash)
-    cdef uint64_t found = match_low(bucket, tag)
-    if found:
-        return bucket.rows[persia_lowest_bit(found) >> 3]
-    found = match_high(bucket, tag)
-    if found:
-        return bucket.rows[8 + (persia_lowest_bit(found) >> 3)]
-    return NO_ROW
+    cdef Entry *entry = entry_of(index, hash)
+    cdef uint32_t home = <uint32_t> hash & entry.mask
+    cdef Bucket *bucket = &entry.buckets[home]
+    cdef uint32_t found = places_of(bucket, tag_of(hash))
+    if found == 0:
+        if bucket.num_passed:
+            persia_prefetch(&entry.buckets[(home + 1) & entry.mask])
+        return NO_ROW
+    fetch_places(bucket, slabs, found & (found - 1))
+    return bucket.rows[persia_lowest_bit(found)]
+
+
+cdef inline void index_fetch_next(
+    const SignIndex *index, const Slabs *slabs, uint64_t hash
+) noexcept nogil:
+    """Fetch what ``index_find`` will compare in the bucket after the home bucket."""
+    cdef Entry *entry = entry_of(index, hash)
+    cdef uint32_t home = <uint32_t> hash & entry.mask
+    cdef Bucket *bucket = &entry.buckets[(home + 1) & entry.mask]
+    if entry.buckets[home].num_passed:
+        fetch_places(bucket, slabs, places_of(bucket, tag_of(hash)))
 
 
 cdef inline row_t index_find(
@@ -101,19 +114,13 @@ cdef inline row_t index_find(
     cdef uint32_t at = home
     cdef uint8_t tag = tag_of(hash)
     cdef Bucket *bucket
-    cdef uint64_t found
+    cdef uint32_t found
     cdef row_t row
     while True:
         bucket = &entry.buckets[at]
-        found = match_low(bucket, tag)
+        found = places_of(bucket, tag)
         while found:
-            row = bucket.rows[persia_lowest_bit(found) >> 3]
-            if row_at(slabs, row).sign == sign:
-                return row
-            found &= found - 1
-        found = match_high(bucket, tag)
-        while found:
-            row = bucket.rows[8 + (persia_lowest_bit(found) >> 3)]
+            row = bucket.rows[persia_lowest_bit(found)]
             if row_at(slabs, row).sign == sign:
                 return row
             found &= found - 1

@@ -121,20 +121,14 @@ cdef void place(Table *table, uint64_t hash, row_t row) noexcept nogil:
     cdef uint32_t mask = table.num_buckets - 1
     cdef uint32_t at = <uint32_t> hash & mask
     cdef Bucket *bucket = &table.buckets[at]
-    cdef uint64_t found = match_low(bucket, 0)
+    cdef uint32_t found = places_of(bucket, 0)
     cdef uint32_t slot
-    while True:
-        if found:
-            slot = persia_lowest_bit(found) >> 3
-            break
-        found = match_high(bucket, 0)
-        if found:
-            slot = 8 + (persia_lowest_bit(found) >> 3)
-            break
+    while found == 0:
         bucket.num_passed += 1
         at = (at + 1) & mask
         bucket = &table.buckets[at]
-        found = match_low(bucket, 0)
+        found = places_of(bucket, 0)
+    slot = persia_lowest_bit(found)
     bucket.tags[slot] = tag_of(hash)
     bucket.rows[slot] = row
     table.count += 1

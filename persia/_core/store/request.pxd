@@ -104,7 +104,7 @@ cdef class Request:
     cdef uint32_t policy
     cdef uint32_t order_of_use      # that all rows enter, or NO_ORDER: it depends on the row
     cdef uint64_t[NUM_CLOCKS] clocks
-    cdef Initializer initializer
+    cdef Initializer initializer    # or None
     cdef RowOptimizer optimizer
     cdef uint32_t slot              # of an update that may be cut short, or 0
     cdef uint64_t tag               # of this part of it

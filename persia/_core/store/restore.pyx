@@ -94,7 +94,8 @@ cdef row_t restore_row(
     values = row_values(row_at(&shard.slabs, row))
     if is_new:
         fill_row(request, values, place)      # whole, before it is a row
-    if recency_touch(&shard.recency, &shard.slabs, row, order) < 0:
+    if recency_touch(
+            &shard.recency, &shard.slabs, row, row_at(&shard.slabs, row), order) < 0:
         result.status = STATUS_NO_MEMORY
         if is_new:
             drop_new_row(shard, hash, row)

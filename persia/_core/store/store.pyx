@@ -25,7 +25,7 @@ from persia._core.base.threads cimport ThreadPool
 from persia._core.base.types cimport NO_ROW, uint32_t, uint64_t, uint8_t
 from persia._core.kernels.initial cimport Initializer, no_values
 from persia._core.kernels.native cimport (
-    NO_WIDTH, NativeLibrary, library_with_scorer, persia_scorer_t,
+    NO_WIDTH, NativeLibrary, library_with, persia_scorer_t,
 )
 from persia._core.kernels.optim cimport RowOptimizer, failed_rows, failure_text
 from persia._core.shard.changes cimport changes_free
@@ -87,7 +87,6 @@ cdef enum:
 cdef uint64_t ADMISSION = <uint64_t> 0xAD3175510B5E5EED
 # Clocks do not begin at 0, so that a restored row may have been used before they did.
 cdef uint64_t CLOCK_BASE = <uint64_t> 1 << 40
-cdef Initializer ZEROS = Initializer("zeros")
 
 
 cdef bint is_streamed(Request request) noexcept:
@@ -150,7 +149,7 @@ cdef class EmbeddingStore:
             raise ConfigError(f"a store has at most {MAX_POLICIES} policies, got {len(kinds)}")
         # Kept for as long as shards point into them; None for policies of PERSIA's own.
         self.scorers = [
-            library_with_scorer(kind) if is_native(kind) else None
+            library_with("scorer", kind) if is_native(kind) else None
             for kind, _, _ in self.policies]
         if any(one is not None for one in self.scorers):
             watch_scorers()
@@ -314,7 +313,7 @@ cdef class EmbeddingStore:
             raise KernelError(
                 f"optimizer {optimizer.name}: the kernel {failure_text(result.code)}, the row "
                 f"of sign {result.failed:#018x}; "
-                f"{failed_rows(result.num_failed, optimizer.options['guard'])}")
+                f"{failed_rows(result.num_failed, optimizer.settings.is_guarded)}")
         return result
 
     def lookup_train(
@@ -461,8 +460,8 @@ cdef class EmbeddingStore:
                 f"dim {dim}, got [{states.shape[0]}, {states.shape[1]}]")
         if signs.shape[0] == 0:
             return
+        # Without an initializer: new rows begin with what is written.
         request = self.begin(signs, write_shard, dim, optimizer, number)
-        request.initializer = ZEROS
         self.set_policy(request, policy)
         request.gradients = &values[0, 0]
         request.held = (signs, values, states)
@@ -602,9 +601,12 @@ cdef class EmbeddingStore:
 
     cdef RowOptimizer chosen(self, RowOptimizer given, str what):
         """The optimizer given with the call, or else the store's own."""
+        cdef RowOptimizer optimizer
         if given is None and self.optimizer is None:
             raise NotConfigured(f"{what} needs an optimizer; configure() gives the store one")
-        return self.optimizer if given is None else given
+        optimizer = self.optimizer if given is None else given
+        optimizer.need_kernel(what)
+        return optimizer
 
 
 cdef tuple numbers_of(str kind, clock, ttl):

@@ -7,19 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from persia._core.base.threads import ThreadPool
 from persia._core.ids import cardinality
 from persia.errors import DataError, DataTypeError
 from tests.reference.hashing import unmix64
 from tests.reference.ids import registers_of
 
 IDS = st.lists(st.integers(0, 2**64 - 1), max_size=60)
+THREADS = ThreadPool(2)
 STANDARD_ERROR = 1.04 / np.sqrt(cardinality.NUM_REGISTERS)
 
 
 def sketch(*batches: np.ndarray) -> np.ndarray:
     registers = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
     for ids in batches:
-        cardinality.add(registers, ids)
+        cardinality.add([registers], [ids], THREADS)
     return registers
 
 
@@ -32,6 +34,15 @@ def test_registers_are_the_models_and_a_union_is_their_maximum(
     union = np.maximum(sketch(one), sketch(other))
     assert np.array_equal(sketch(one, other), union)
     assert np.array_equal(sketch(one, other, one[::-1].copy()), union)
+
+
+def test_sketches_of_many_features_are_those_of_each() -> None:
+    arrays = [np.arange(size, dtype=np.uint64) * np.uint64(31) for size in (0, 3, 40_000, 600)]
+    sketches = [np.zeros(cardinality.NUM_REGISTERS, np.uint8) for _ in arrays]
+    for _ in range(2):  # the same ids again change nothing
+        cardinality.add(sketches, arrays, THREADS)
+        for own, ids in zip(sketches, arrays, strict=True):
+            assert np.array_equal(own, sketch(ids))
 
 
 @pytest.mark.parametrize("register", [0, 1, 4095])
@@ -67,10 +78,10 @@ def test_the_standard_error_is_what_it_is_said_to_be() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     ids = np.zeros(1, np.uint64)
     with pytest.raises(DataError, match="expected 4096 writeable registers, got 7"):
-        cardinality.add(np.zeros(7, np.uint8), ids)
+        cardinality.add([np.zeros(7, np.uint8)], [ids], THREADS)
     frozen = np.zeros(cardinality.NUM_REGISTERS, np.uint8)
     frozen.flags.writeable = False
     with pytest.raises(DataError, match="writeable"):
-        cardinality.add(frozen, ids)
+        cardinality.add([frozen], [ids], THREADS)
     with pytest.raises(DataTypeError, match="ids"):
-        cardinality.add(np.zeros(cardinality.NUM_REGISTERS, np.uint8), np.zeros(1))  # type: ignore[arg-type]
+        cardinality.add([sketch()], [np.zeros(1)], THREADS)  # type: ignore[list-item]

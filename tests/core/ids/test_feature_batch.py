@@ -37,6 +37,7 @@ def check(batch: FeatureBatch, samples: list[list[int]]) -> None:
     assert batch.lengths().tolist() == want.lengths
     assert (batch.batch_size, batch.num_ids) == (len(samples), len(want.ids))
     assert batch.num_distinct == len(want.distinct)
+    assert batch.num_empty == want.lengths.count(0)
     assert batch.distinct.dtype == np.uint64
     assert batch.inverse.dtype == np.uint32
     assert batch.lengths().dtype == np.int64

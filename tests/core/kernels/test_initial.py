@@ -155,6 +155,7 @@ def test_neighbouring_signs_and_elements_are_uncorrelated() -> None:
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("unifrom", {}, "initialization: expected one of .* got 'unifrom', did you mean 'uniform'"),
+    (5, {}, "initialization: expected one of .* got 5"),  # type: ignore[list-item]
     ("uniform", {"low": 0.0}, "initialization uniform has no option 'low'.*'lower'"),
     ("uniform", {"lower": 1.0, "upper": 1.0}, "lower must be below upper"),
     ("uniform", {"lower": 1.0, "upper": 1.0 + 1e-12}, "lower must be below upper"),

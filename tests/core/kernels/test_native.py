@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -22,24 +23,28 @@ from persia._core.kernels.initial import Initializer
 from persia._core.kernels.optim import RowOptimizer
 from persia._core.store.store import EmbeddingStore
 from persia.cpp_extension import get_kernels_include
-from persia.errors import ConfigError, KernelError
+from persia.errors import ConfigError, ExtensionError, KernelError
+from tests.reference.ids import hash_of_half
 from tests.support import kernels
 from tests.support.processes import ROOT, run
 
 Floats = NDArray[np.float32]
 DIM = 8
+PLAIN = ("-DPLAIN",)
 
 
 def batch(rng: np.random.Generator, n: int, dim: int) -> Floats:
     return rng.standard_normal((n, dim), dtype=np.float32)
 
 
-@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize(("flags", "guard"), [((), True), (PLAIN, True), (PLAIN, False)])
 @pytest.mark.parametrize("bound", [0.0, 0.7])
-def test_adagrad_in_c_gives_the_bytes_of_the_built_in(guard: bool, bound: float) -> None:
+def test_adagrad_in_c_gives_the_bytes_of_the_built_in(
+    flags: tuple[str, ...], guard: bool, bound: float
+) -> None:
     options: dict[str, Any] = {"lr": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1}
     ours = RowOptimizer("adagrad", bound, **options)
-    theirs = RowOptimizer(kernels.load("adagrad"), bound, guard=guard, **options)
+    theirs = RowOptimizer(kernels.load("adagrad", *flags), bound, guard=guard, **options)
     rng = np.random.default_rng(1)
     for dim in (*range(1, 71), 5000):
         assert theirs.state_words(dim) == dim
@@ -106,6 +111,35 @@ def test_a_nan_that_was_there_or_is_a_gradients_is_no_failure() -> None:
     assert np.argwhere(np.isnan(rows)).tolist() == [[3, 1], [5, 2]]
 
 
+def hostile_rows(dim: int, count: int) -> tuple[Floats, Floats]:
+    """Rows with sums of squares, and gradients; many of them are at the ends of floats."""
+    rng = np.random.default_rng(dim)
+    ends = np.array([0, -1, 1e20, 3e38, -3e38, np.inf, -np.inf, np.nan, 1e-45], np.float32)
+    rows, grads = np.abs(batch(rng, count, 2 * dim)), batch(rng, count, dim)
+    for array in (rows, grads):
+        for row in np.flatnonzero(rng.random(count) < 0.5):
+            array[row, rng.integers(array.shape[1])] = rng.choice(ends)
+    return rows, grads
+
+
+@pytest.mark.parametrize("bound", [0.0, 5.0])
+def test_rows_that_a_kernel_guards_are_those_that_a_server_would(bound: float) -> None:
+    itself, copied = (
+        RowOptimizer(kernels.load("adagrad", *flags), bound, lr=0.5) for flags in ((), PLAIN)
+    )
+    assert native.guards_rows(itself.name)
+    for dim in (1, 2, 7, 8, 15, 16, 24, 32, 33, 64, 100, 500, 1024, 1030):
+        rows, grads = hostile_rows(dim, 300)
+        others, messages = rows.copy(), []
+        for optimizer, stepped in ((itself, rows), (copied, others)):
+            with pytest.raises(KernelError, match="wrote a NaN into a row that had") as caught:
+                optimizer.step_rows(stepped, grads)
+            messages.append(str(caught.value).partition(": ")[2])
+        assert messages[0] == messages[1]
+        # Not the bits: those of a NaN depend on the order of the two that it is of.
+        np.testing.assert_array_equal(rows, others)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_store_names_the_sign_and_steps_all_others(dtype: str) -> None:
     optimizer = RowOptimizer(kernels.load("faulty"), 10.0, lr=0.5)
@@ -137,6 +171,7 @@ from persia._build import kernel_library
 from persia._core.kernels.optim import RowOptimizer
 
 from persia._core.kernels.initial import Initializer
+from persia._core.kernels.native import hash_ids
 from persia._core.store.store import EmbeddingStore
 
 name = kernel_library.load_file(Path(sys.argv[1]), sys.argv[2])
@@ -146,6 +181,7 @@ rows = np.zeros((1, 17), np.float32)
 CRASHES = {
     "faulty": "RowOptimizer(name, lr=0.5).step_rows(rows, np.full((1, 8), 300, np.float32))",
     "initial": "Initializer(name, crash_at=77).values(1, 77, 8)",
+    "hash": "hash_ids(name, np.full(1, 77, np.uint64))",
     "scorer": """
 store = EmbeddingStore(100, policies=[(name, None, 0)])
 store.configure(RowOptimizer("sgd", lr=0.5))
@@ -157,7 +193,8 @@ store.lookup_train(signs, Initializer(), 1.0, 0, rows, np.empty(1, np.uint32), p
 
 @pytest.mark.parametrize("kernel", CRASHES)
 def test_a_crash_in_a_kernel_is_said_by_its_name(kernel: str) -> None:
-    library = kernels.library(kernel, *(["-DCRASH_AT=77"] if kernel == "scorer" else []))
+    flags = ["-DCRASH_AT=77"] if kernel in ("scorer", "hash") else []
+    library = kernels.library(kernel, *flags)
     command = [sys.executable, "-c", CRASH.format(CRASHES[kernel]), str(library), kernel]
     # A sanitizer, if there is one, is to leave the signal to us.
     options = f"{os.environ.get('ASAN_OPTIONS', '')}:handle_segv=0"
@@ -186,6 +223,46 @@ def test_parameters_are_those_of_the_library() -> None:
         RowOptimizer(name, lr=0.1, guard=1.0)
     with pytest.raises(ConfigError, match="has not loaded its library"):
         RowOptimizer(name[:-1] + "x", lr=0.1)
+
+
+def test_rows_without_their_library_are_neither_stepped_nor_created() -> None:
+    name = "native:absent:" + "0" * 64
+    made = RowOptimizer(name, 1.0, kept_words={4: 9}, lr=0.1, beta=0.5)
+    for optimizer in (made, made.with_lr(0.2), pickle.loads(pickle.dumps(made))):
+        assert (optimizer.name, optimizer.state_words(4)) == (name, 9)
+        with pytest.raises(ConfigError, match="the rows loaded have no dim 5"):
+            optimizer.state_words(5)
+        with pytest.raises(ExtensionError, match=f"a step: the library of {name} was not"):
+            optimizer.step_rows(np.zeros((1, 13), np.float32), np.zeros((1, 4), np.float32))
+    assert made.with_lr(0.2).options == {"lr": 0.2, "beta": 0.5}
+    store = EmbeddingStore(100)
+    signs, rows = np.arange(3, dtype=np.uint64), np.zeros((3, 4), np.float32)
+    hints = np.zeros(3, np.uint32)
+    with pytest.raises(ExtensionError, match="a training lookup: the library of"):
+        store.lookup_train(signs, Initializer(), 1.0, 0, rows, hints, made)
+    with pytest.raises(ExtensionError, match="an update: the library of"):
+        store.update(signs, None, rows, made)
+    with pytest.raises(ExtensionError, match="writing rows: the library of"):
+        store.write(signs, rows, None, made)
+    assert len(store) == 0
+
+
+def test_a_hash_is_of_each_id_alone() -> None:
+    name = kernels.load("hash")
+    ids = np.random.default_rng(1).integers(14, 2**64, 1000, np.uint64)
+    ids[:4] = 0, 1, 12, 2**64 - 1
+    assert native.hash_ids(name, ids).tolist() == [hash_of_half(x) for x in ids.tolist()]
+    assert (
+        native.hash_ids(name, ids[::-3]).tolist() == native.hash_ids(name, ids)[::-3].tolist()
+    )
+    assert native.hash_ids(name, ids[:0]).tolist() == []
+    ids[500] = 13
+    with pytest.raises(KernelError, match=f"hash {name}: .* the error 7 for 1000 ids"):
+        native.hash_ids(name, ids)
+    with pytest.raises(
+        ConfigError, match="expected a library with a hash, it has its optimizer"
+    ):
+        native.hash_ids(kernels.load("adagrad"), ids)
 
 
 OUTSIDE = """

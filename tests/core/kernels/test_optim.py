@@ -407,6 +407,7 @@ def test_a_bound_of_zero_or_less_is_none_and_none_hides_a_nan(level: str) -> Non
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("sdg", {}, "optimizer: expected one of .* got 'sdg', did you mean 'sgd'"),
+    (5, {}, "optimizer: expected one of .* got 5"),  # type: ignore[list-item]
     ("sgd", {}, "sgd: lr must be a number, it was not given"),
     ("sgd", {"lr": -0.1}, "sgd: lr must be at least 0, got -0.1"),
     ("sgd", {"lr": float("nan")}, "sgd: lr must be finite"),

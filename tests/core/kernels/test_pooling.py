@@ -138,6 +138,18 @@ def test_pooling_and_gradient_agree_with_the_model(
     zeros = np.zeros_like(sums)
     assert same(sums, model.pool_grad(mode, bags, grad, want_argmax, skip, zeros))
     assert not np.signbit(sums[sums == 0]).any()
+    # Of rows that are parts of longer ones, and with their norm.
+    wide = np.full((len(grad), dim + 3), np.inf, np.float32)
+    wide[:, 2 : dim + 2] = grad
+    again, calls = np.full_like(sums, np.nan), PoolCalls()
+    calls.begin_sums(again)
+    calls.pool_grad(
+        *(mode, wide[:, 2 : dim + 2], feature.places, feature.rounds, feature.ids),
+        *(argmax, skip, again),
+    )
+    (norm,) = calls.run_with_norms(ALONE)
+    assert same(again, sums)
+    assert np.isclose(norm, np.linalg.norm(sums.astype(np.float64)), rtol=1e-6)
 
     vectors = np.full((num_distinct, dim), np.nan, np.float32)
     window = rows if feature.places is not None else rows[:num_distinct]
@@ -264,6 +276,33 @@ def test_nonfinite_finds_each_value_in_each_place_and_takes_every_finite_one(
                 matrix = np.full((3, dim), info.max, np.float32)
                 matrix[1, j] = value
                 assert pooling.nonfinite(matrix).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("num_floats", [0, 15, 2047, 2064, 300_000])
+def test_norms_are_exact_however_many_floats_there_are(num_floats: int, level: str) -> None:
+    rng = np.random.default_rng(num_floats)
+    feature, calls = make_feature(rng, None, num_floats, single=num_floats), PoolCalls()
+    grad = normals(rng, num_floats, 1)
+    sums = np.empty((feature.ids.num_distinct, 1), np.float32)
+    calls.begin_sums(sums)
+    calls.pool_grad("sum", grad, None, 1, feature.ids, None, None, sums)
+    (norm,) = calls.run_with_norms(ALONE)
+    assert norm == pytest.approx(np.linalg.norm(sums.astype(np.float64)), rel=1e-6)
+
+
+def test_gradients_of_any_layout_are_taken(level: str) -> None:
+    rng = np.random.default_rng(5)
+    feature, grad = make_feature(rng, [2, 0, 3, 1], 4), normals(rng, 4, 8)
+    start = np.zeros((feature.ids.num_distinct, 8), np.float32)
+    for layout in (
+        *(grad[::-1], grad[:, ::-1], np.asfortranarray(grad), grad[[0] * 4]),
+        *(np.broadcast_to(grad[0], (4, 8)), np.broadcast_to(np.float32(2), (4, 8))),
+    ):
+        found = [
+            pool_grad("sum", feature, one, None, None, start)
+            for one in (layout, np.ascontiguousarray(layout))
+        ]
+        assert same(*found)
 
 
 def test_index_add_adds_in_order(level: str) -> None:

@@ -60,6 +60,45 @@ def test_a_scorer_sees_values_and_state(dtype: str, optimizer: str) -> None:
     assert store.stats()["evicted_native"] == store.stats()["evicted"] == 30
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_write_is_scored_by_what_it_writes(dtype: str) -> None:
+    """Of rows that are new, that are there, and that have expired."""
+    scorer = kernels.load("scorer", "-DBY_VALUE=2")
+    optimizer = RowOptimizer("adagrad", lr=0.5, initial_accumulator_value=2.0)
+    store = new_store(100, (scorer, None, 0), (scorer, "steps", 5), optimizer=optimizer)
+    signs = np.arange(100, dtype=np.uint64)
+
+    def write(values: Any, states: Any, policy: int) -> None:
+        rows = np.tile(np.asarray(values, np.float32)[:, None], DIM)
+        store.write(signs, rows, states, policy=policy, dtype=dtype)
+
+    def lowest(count: int, policy: int) -> set[int]:
+        """The signs of rows that new ones with values of 9 drive out."""
+        new = np.arange(1000, 1000 + count, dtype=np.uint64)
+        rows = np.full((count, DIM), 9, np.float32)
+        store.write(new, rows, None, policy=policy, dtype=dtype)
+        found, _, _ = store.read(signs, DIM, dtype=dtype)
+        store.delete(new)
+        store.check()
+        return set(signs[~found].tolist())
+
+    for policy in (1, 2):
+        store.clear()
+        tens = signs // 10
+        write(9 - tens, None, policy)
+        assert lowest(10, policy) == set(range(90, 100))
+        write(tens, None, policy)
+        assert lowest(20, policy) == set(range(20))
+        # By the words of state that come with them, too.
+        states = np.tile((9 - tens).astype(np.float32)[:, None], DIM).view(np.uint32)
+        write(np.zeros(100), states, policy)
+        assert lowest(30, policy) == set(range(70, 100))
+    store.set_clocks(0, 100)
+    write(tens, None, 2)
+    assert store.stats()["expired"] == 70
+    assert lowest(10, 2) == set(range(10))
+
+
 def test_a_library_without_a_scorer_is_no_policy() -> None:
     with pytest.raises(ConfigError, match="expected a library with a scorer, it has its optim"):
         new_store(100, (kernels.load("adagrad"), None, 0))

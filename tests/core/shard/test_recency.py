@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from persia._core.base import cpu
 from tests.core.stores import entries, evaluate, held, new_store, train, u64
 
 PATTERNS: dict[str, Callable[[np.random.Generator, int], NDArray[np.int64]]] = {
@@ -46,6 +47,23 @@ def test_order_of_use_is_exact_under(pattern: str, capacity: int) -> None:
         assert held(store) == list(order)
         assert store.stats()["entries"] <= 1.25 * len(order)
         store.check()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_order_of_use_is_that_of_every_instruction_set(pattern: str) -> None:
+    found = []
+    try:
+        for level in cpu.available():
+            cpu.select(level)
+            rng = np.random.default_rng(4)
+            store = new_store(3000)
+            for step in range(60):
+                train(store, PATTERNS[pattern](rng, step), 1)
+            store.check()
+            found.append((held(store), store.stats()["entries"]))
+    finally:
+        cpu.select(None)
+    assert all(one == found[0] for one in found)
 
 
 def test_w26_updates_evaluations_and_reads_are_no_uses() -> None:

@@ -7,6 +7,12 @@
 #ifndef EXTRA
 #define EXTRA 0
 #endif
+#ifndef SIZE
+#define SIZE sizeof(persia_optimizer_t)
+#endif
+#ifndef GUARDS
+#define GUARDS 0
+#endif
 #ifndef VERSION
 #define VERSION PERSIA_KERNELS_VERSION
 #endif
@@ -48,7 +54,7 @@ __attribute__((constructor)) static void crash(void) { abort(); }
 #endif
 
 static const persia_optimizer_t optimizer = {
-    .size = sizeof(persia_optimizer_t), .state_width = width, .step = step,
+    .size = SIZE, .state_width = width, .step = step, .guards = GUARDS,
 };
 
 const persia_kernels_t *persia_kernels(void)

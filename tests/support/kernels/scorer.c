@@ -1,4 +1,5 @@
-/* Classes by sign and chance, or with BY_VALUE by the last value and the last word of state. */
+/* Classes by sign and chance, or with BY_VALUE by the last value and the last word of state; of new
+ * rows the class is 15, unless it is 2. */
 #include "persia_kernels.h"
 
 #ifdef TAG /* another library that does the same */
@@ -16,7 +17,7 @@ static uint32_t score(const persia_use_t *use)
     return count++ & 15;
 #endif
 #ifdef BY_VALUE
-    if (use->is_new)
+    if (use->is_new && BY_VALUE != 2)
         return 15;
     const float value = use->values[use->dim - 1];
     return (uint32_t)(use->num_state_words ? value + use->state[use->num_state_words - 1] : value);
