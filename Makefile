@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 TREE := setup.py pyproject.toml README.md LICENSE persia cpp_extension_tools tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-slow test-all compose-test audit lint format debug asan fuzz bench bench-step bench-modules bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels clean
+.PHONY: help demo build test test-slow test-all compose-test audit lint format debug asan fuzz bench bench-step bench-modules bench-cases bench-checkpoint bench-state bench-services bench-instructions wheel wheels installs clean
 .SILENT: help
 
 help:  ## list the targets
@@ -79,15 +79,19 @@ build: $(VENV)/.dev  ## compile the extensions in place
 # it sets up once (an sdist, a trained model) would otherwise be set up by each. Bytecode is kept
 # whatever the shell says: hundreds of processes would compile persia again, each for 0.3 s.
 TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile
+PROFILE := fast
 FULL := --hypothesis-profile=full
 
 test: build  ## the fast tier: no GPU, no network, about five minutes on two cores
-	$(TEST) -m "not slow and not cuda"
+	$(TEST) -m "not slow and not cuda" --hypothesis-profile=$(PROFILE)
 
 # These may take minutes: no stacks are shown before they have failed. The lines "measured" at the
-# end are theirs. Tests of Hypothesis run once more, with all of their examples.
+# end are theirs. Tests of Hypothesis run once more, with all of their examples, unless `make test`
+# has tried them all: PROFILE and MARKS say so.
+MARKS := slow or cuda or hypothesis
+
 test-slow: build  ## what `make test` leaves out; cuda where there is a device
-	$(TEST) -m "slow or cuda or hypothesis" $(FULL) -rfEs -o faulthandler_timeout=600
+	$(TEST) -m "$(MARKS)" $(FULL) -rfEs -o faulthandler_timeout=600
 
 .PHONY: soak-recovery
 soak-recovery: build  ## kill a server KILLS=200 times under load and count every update
@@ -97,7 +101,11 @@ soak-recovery: build  ## kill a server KILLS=200 times under load and count ever
 proof-resume: build  ## kill trainers KILLS=20 times, embedded and with data-loaders, and compare the bits with an undisturbed run
 	$(BIN)/python -m tests.faults.resumed $(or $(KILLS),20) $(or $(SEED),1)
 
-.PHONY: soak-load chaos-compose
+.PHONY: proof-cut
+proof-cut: build  ## a server's network cut for CUT_S=120 while a job trains: every batch once (root)
+	$(BIN)/python -m tests.faults.apart $(or $(CUT_S),120)
+
+.PHONY: soak-load chaos-compose resumed-compose
 soak-load: build  ## 50 data-loaders and 8 ranks at one worker for MINUTES=10: exact books
 	$(BIN)/python -m tests.load.soak $(or $(MINUTES),10)
 
@@ -130,11 +138,16 @@ proof-lookup: build  ## 2,000 keys looked up in 630,000 served rows: at most 0.1
 chaos-compose:  ## containers killed, paused, cut off for MINUTES=20 while they train (needs Docker)
 	MINUTES=$(or $(MINUTES),20) SEED=$(or $(SEED),1) $(PYTHON) -m tests.compose build chaos
 
+resumed-compose:  ## a trainer's processes killed KILLS=20 times, compared with a run left alone (needs Docker)
+	KILLS=$(or $(KILLS),20) SEED=$(or $(SEED),1) $(PYTHON) -m tests.compose build resumed
+
+test-all: PROFILE := full
+test-all: MARKS := slow or cuda
 test-all: test test-slow  ## every tier
 
 # The containers bring what they need: no .venv. COMPOSE_STEPS=bits runs one step.
 compose-test:  ## the stack of compose.yaml: same bits, failures, chaos (needs Docker)
-	$(PYTHON) -m tests.compose $(COMPOSE_STEPS)
+	KILLS=$(or $(KILLS),3) $(PYTHON) -m tests.compose $(COMPOSE_STEPS)
 
 .PHONY: k8s-test
 k8s-test: build  ## jobs on the cluster of KUBECONFIG, one for tests (PERSIA_TEST_CLUSTER=1)
@@ -151,6 +164,15 @@ k8s-resumed: build k8s-images  ## kill a trainer's pods KILLS=20 times, and comp
 .PHONY: k8s-scale
 k8s-scale: build  ## 200 jobs of 20 pods on the same cluster: latency, memory and requests
 	$(BIN)/python -m tests.k8s.scale
+
+.PHONY: k8s-schemas
+k8s-schemas:  ## fetch schemas of Kubernetes 1.20 to 1.24 for tests/k8s into build/k8s-schemas
+	rm -rf build/k8s-schemas.new && mkdir -p build/k8s-schemas.new
+	$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
+	  --dest build/k8s-schemas.new 'kubernetes-validate==1.24.0'
+	tar -xzf build/k8s-schemas.new/*.tar.gz -C build/k8s-schemas.new --strip-components=4 \
+	  --wildcards '*/kubernetes-json-schema/v1.2[0-4].0-local-strict/*'
+	rm -rf build/k8s-schemas && mv build/k8s-schemas.new build/k8s-schemas
 
 .PHONY: helm
 helm:  ## fetch Helm for tests/e2e/test_helm_chart.py into build/helm
@@ -350,13 +372,19 @@ docs: build  ## the site, without a warning, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(PYTEST) -q tests/docs/test_site.py
 
-wheel: $(VENV)/.dev  ## sdist, wheel from the sdist, checked and repaired by auditwheel
+LAYOUT := PERSIA_TEST_DIST=$(CURDIR)/dist $(PYTEST) -q tests/meta/test_layout.py
+
+wheel: build  ## sdist, wheel from the sdist, both checked, the wheel repaired by auditwheel
 	rm -rf dist wheelhouse
 	CFLAGS="$(CFLAGS) -g0" $(BIN)/python -m build
+	$(LAYOUT)
 	if [ "$$(uname)" = Linux ]; then \
 	  PATH="$(BIN):$$PATH" $(BIN)/auditwheel show dist/*.whl && \
 	  PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair -w wheelhouse dist/*.whl; \
 	fi
+
+installs: wheel  ## `pip install`, also editable, of sources: the files are those of the wheel
+	PERSIA_TEST_INSTALLS=1 $(LAYOUT) -k source
 
 wheels: $(VENV)/.dev  ## all wheels, by cibuildwheel (needs Docker on Linux)
 	$(PIP) install 'cibuildwheel>=3.2'

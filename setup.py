@@ -27,6 +27,8 @@ NATIVE = os.environ.get("NATIVE") == "1"
 SANITIZERS = os.environ.get("PERSIA_SANITIZE", "")
 ANNOTATE = os.environ.get("PERSIA_ANNOTATE") == "1"
 COMPILED = os.environ.get("PERSIA_COMPILED") == "1"
+# Commands that take sources as they are: Cython would only leave its C files beside them.
+OF_SOURCES = {"sdist", "egg_info"}
 
 DIRECTIVES = {
     "language_level": 3,
@@ -95,7 +97,7 @@ def main() -> None:
     """Build in parallel: Cython by processes here, the C compiler by ``build_ext``."""
     if sys.platform == "win32":
         raise SystemExit("persia builds on Linux and macOS; on Windows use WSL")
-    if COMPILED:
+    if COMPILED or OF_SOURCES & {*sys.argv}:
         setup()
         return
     jobs = os.cpu_count() or 1

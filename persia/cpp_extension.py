@@ -61,8 +61,8 @@ def get_kernels_include() -> str:
 def get_kernels_name(source: str | Path | Sequence[str | Path], name: str | None = None) -> str:
     """Compile kernels for servers, load them here, and return how configs name them.
 
-    That is ``native:<name>:<sha256>``, as the ``policy`` of an ``eviction`` that has a scorer,
-    or as the ``method`` of a slot's ``initialization``.
+    That is ``native:<name>:<sha256>``: as the ``policy`` of an ``eviction`` for a scorer, as
+    the ``id_hash`` of a slot for a hash of ids, or as the ``method`` of its ``initialization``.
 
     Args:
         source: A file or several, or the .so that one was compiled to.
@@ -257,7 +257,7 @@ def _main(argv: Sequence[str] | None = None) -> int:
     check.add_argument("sources", nargs="+", type=Path, help="in C or C++")
     check.add_argument("--name", help="of the library; by default the first file's")
     check.add_argument(
-        "--model", type=Path, help="a Python file with step(), the same in NumPy"
+        "--model", type=Path, help="a Python file with step(), fill() or hash_ids() in NumPy"
     )
     check.add_argument("--tolerance", type=float, default=1e-5, help="of a difference from it")
     check.add_argument(

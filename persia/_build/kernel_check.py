@@ -10,12 +10,14 @@ import runpy
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +32,15 @@ from persia.errors import ConfigError, ExtensionError
 Floats = NDArray[np.float32]
 # Values [dim], state [words], gradient [dim], lr, step, parameters -> values and state.
 Model = Callable[..., tuple[Floats, Floats]]
+_Result = TypeVar("_Result")
 
 _DIMS = (*range(1, 71), 96, 128, 256, 1000)
 _NUM_ROWS = 70  # three calls of a kernel, the last with a few rows
 _NUM_STEPS = 4
 _NUM_THREADS = 4
-_DEADLINE_S = 600.0  # of what is run beside, or by threads
+_DEADLINE_S = 600.0  # of each check
 _SEEDS_AND_SIGNS = ((0, 0), (0, 1), (7, 1 << 50), (2**64 - 1, 2**64 - 1))
+_NUM_IDS = 1 << 17
 _PAIRS = 31
 _LR = 0.05
 
@@ -80,41 +84,60 @@ def check(
     Args:
         sources: The kernel's.
         name: Of the library.
-        model: A Python file with ``step`` or ``fill``; None checks nothing against it.
+        model: A Python file with ``step``, ``fill`` or ``hash_ids``, of each kernel that the
+            library has one for; None checks nothing against it.
         tolerance: Largest difference from the model, as a part of the value or of 1.
         params: Parameters, if not the defaults.
 
     Raises:
         ExtensionError: At the first check that is not passed.
-        ConfigError: If the model's file has no such function, or no kernel such a parameter.
+        ConfigError: If the model's file has no such function, or no kernel such a parameter, or
+            none of the library's has a model.
     """
     library = kernel_library.compile_kernels(sources, name)
     named = kernel_library.load_file(library, name)
-    known = native.kernels_of(named)
-    unknown = params.keys() - {param for its in known.values() for param in its}
-    given = {
-        kernel: {one: x for one, x in params.items() if one in its or one in unknown}
-        for kernel, its in known.items()
-    }
-    yield f"compiled: {library}"
-    yield f"named: {named}"
-    yield "tried out: it writes nothing beside rows of any dim"
+    known, given = native.kernels_of(named), _params_of(named, params)
+    if known.keys() == {"scorer"} and model is not None:
+        raise ConfigError(f"{named}: expected no model of a scorer, got {model}")
+    checks: list[Callable[[], str]] = []
     optimizer = None
     if "optimizer" in known:
         optimizer = RowOptimizer(named, lr=_LR, **given["optimizer"])
         if model is not None:
-            yield _against_model(optimizer, model, tolerance)
-        yield _alignment(optimizer)
-        yield _company(optimizer)
-        yield _threads(optimizer)
+            checks.append(partial(_step_against_model, optimizer, model, tolerance))
+        if native.guards_rows(named):
+            checks.append(partial(_guard, optimizer))
+        checks += [partial(one, optimizer) for one in (_alignment, _company, _threads)]
     if "initializer" in known:
         initializer = Initializer(named, **given["initializer"])
         if model is not None:
-            yield _fill_against_model(initializer, model, tolerance)
-        yield _same_rows(initializer)
+            checks.append(partial(_fill_against_model, initializer, model, tolerance))
+        checks.append(partial(_same_rows, initializer))
+    if "hash" in known:
+        if model is not None:
+            checks.append(partial(_hash_against_model, named, model))
+        checks.append(partial(_same_hashes, named))
+    yield f"compiled: {library}"
+    yield f"named: {named}"
+    yield "tried out: it writes nothing beside rows of any dim"
+    for one in checks:
+        yield _at_once(named, [one])[0]
     yield _sanitizers(sources, name)
     if optimizer is not None:
-        yield _speed(optimizer)
+        yield _at_once(named, [partial(_speed, optimizer)])[0]
+
+
+def _params_of(named: str, params: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the parameters of each kernel; one that no kernel has is refused by any."""
+    known = native.kernels_of(named)
+    unknown = params.keys() - {param for its in known.values() for param in its}
+    if unknown and known.keys().isdisjoint(("optimizer", "initializer")):
+        names = f"{' and '.join(known)}, without parameters, got {', '.join(sorted(unknown))}"
+        raise ConfigError(f"{named}: it has its {names}")
+    return {
+        kernel: {one: x for one, x in params.items() if one in its or one in unknown}
+        for kernel, its in known.items()
+    }
 
 
 def _function(path: Path, name: str, arguments: str) -> Callable[..., Any]:
@@ -125,23 +148,84 @@ def _function(path: Path, name: str, arguments: str) -> Callable[..., Any]:
     return function
 
 
+@dataclass(slots=True)
+class _Comparison:
+    """How near the values of a kernel are to those of a model's file."""
+
+    kernel: str
+    path: Path
+    tolerance: float
+    largest: float = 0.0
+    is_same: bool = True
+
+    def add(self, where: str, got: Floats, want: Floats, dim: int) -> None:
+        """Compare a row: its values by the tolerance, and whether all of it has equal bits."""
+        self.is_same &= want.tobytes() == got.tobytes()
+        values = want[:dim]
+        error = float((np.abs(values - got[:dim]) / np.maximum(np.abs(values), 1)).max())
+        self.largest = max(self.largest, error)
+        if not self.largest <= self.tolerance:
+            raise ExtensionError(
+                f"{self.kernel}: {where}: values differ from {self.path}'s by {error:.3g}, "
+                f"more than {self.tolerance:g}"
+            )
+
+    def __str__(self) -> str:
+        how = "bit for bit" if self.is_same else f"to {self.largest:.2g}"
+        return f"agree with {self.path}, {how}"
+
+
 def _fill_against_model(initializer: Initializer, path: Path, tolerance: float) -> str:
     fill = _function(path, "fill", "seed, sign, dim, params")
-    largest, same = 0.0, True
+    found = _Comparison(initializer.name, path, tolerance)
     for dim in _DIMS:
         for seed, sign in _SEEDS_AND_SIGNS:
             got = initializer.values(seed, sign, dim)
             want = np.asarray(fill(seed, sign, dim, dict(initializer.options)), np.float32)
-            same &= want.tobytes() == got.tobytes()
-            error = float((np.abs(want - got) / np.maximum(np.abs(want), 1)).max())
-            largest = max(largest, error)
-            if not largest <= tolerance:
-                raise ExtensionError(
-                    f"{initializer.name}: dim {dim}, seed {seed}, sign {sign}: values differ "
-                    f"from {path}'s by {error:.3g}, more than {tolerance:g}"
-                )
-    how = "bit for bit" if same else f"to {largest:.2g}"
-    return f"model: initial values of {len(_DIMS)} dims agree with {path}, {how}"
+            found.add(f"dim {dim}, seed {seed}, sign {sign}", got, want, dim)
+    return f"model: initial values of {len(_DIMS)} dims {found}"
+
+
+def _hash_against_model(name: str, path: Path) -> str:
+    model = _function(path, "hash_ids", "ids")
+    ids = _some_ids()
+    got, want = native.hash_ids(name, ids), np.asarray(model(ids.copy()))
+    if want.dtype != np.uint64 or want.shape != ids.shape:
+        raise ConfigError(
+            f"{path}: hash_ids: expected an array uint64 [{len(ids)}], got {want.dtype} "
+            f"{list(want.shape)}"
+        )
+    differing = np.flatnonzero(got != want)
+    if len(differing):
+        at = differing[0]
+        raise ExtensionError(
+            f"{name}: the hash of id {ids[at]} is {got[at]:#x}, {path} has {want[at]:#x}"
+        )
+    return f"model: hashes of {len(ids)} ids are those of {path}"
+
+
+def _some_ids() -> NDArray[np.uint64]:
+    """Return ids in a row from 0 on, and as many from the whole range."""
+    wide = np.random.default_rng(1).integers(0, 1 << 64, _NUM_IDS, np.uint64)
+    return np.concatenate([np.arange(_NUM_IDS, dtype=np.uint64), wide])
+
+
+def _same_hashes(name: str) -> str:
+    """Hash ids in another order, in parts, and from several threads at a time."""
+    ids = _some_ids()
+    want = native.hash_ids(name, ids)
+    parts = [native.hash_ids(name, part) for part in np.array_split(ids, 1000)]
+    found = [native.hash_ids(name, ids[::-1].copy())[::-1], np.concatenate(parts)]
+    found += _by_threads(name, lambda: native.hash_ids(name, ids))
+    if any((got != want).any() for got in found):
+        raise ExtensionError(
+            f"{name}: other hashes in another order, in parts, or where several threads hash"
+        )
+    kept = np.unique(want[:_NUM_IDS] & np.uint64((1 << 56) - 1))
+    return (
+        f"hashes: the same in another order, in parts and from {_NUM_THREADS} threads at a "
+        f"time; the ids 0 to {_NUM_IDS - 1} have {len(kept)} different ones in 56 bits"
+    )
 
 
 def _same_rows(initializer: Initializer) -> str:
@@ -154,7 +238,8 @@ def _same_rows(initializer: Initializer) -> str:
         return rows
 
     want = filled(signs)
-    found = [filled(signs[::-1].copy())[::-1], *_at_once(lambda: filled(signs))]
+    found = [filled(signs[::-1].copy())[::-1]]
+    found += _by_threads(initializer.name, lambda: filled(signs))
     if any(got.tobytes() != want.tobytes() for got in found):
         raise ExtensionError(
             f"{initializer.name}: other initial values in another order, or where several "
@@ -165,10 +250,10 @@ def _same_rows(initializer: Initializer) -> str:
     )
 
 
-def _against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str:
+def _step_against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str:
     step: Model = _function(path, "step", "values, state, gradient, ...")
     params = {k: v for k, v in optimizer.options.items() if k not in ("lr", "guard")}
-    largest, same = 0.0, True
+    found = _Comparison(optimizer.name, path, tolerance)
     for dim in _DIMS:
         given = TriedRows.of(optimizer, dim, 5)
         got = given.stepped(optimizer)
@@ -177,16 +262,19 @@ def _against_model(optimizer: RowOptimizer, path: Path, tolerance: float) -> str
             for number, gradients in enumerate(given.gradients):
                 values, state = step(values, state, gradients[row], _LR, number, params)
             want = np.concatenate([values, state]).astype(np.float32)
-            same &= bool((want.view(np.uint32) == got[row].view(np.uint32)).all())
-            error = np.abs(want[:dim] - got[row, :dim]) / np.maximum(np.abs(want[:dim]), 1)
-            largest = max(largest, float(error.max()))
-            if not largest <= tolerance:
-                raise ExtensionError(
-                    f"{optimizer.name}: dim {dim}: values differ from {path}'s by "
-                    f"{float(error.max()):.3g}, more than {tolerance:g}"
-                )
-    how = "bit for bit" if same else f"to {largest:.2g}"
-    return f"model: {len(_DIMS)} dims up to {_DIMS[-1]} agree with {path}, {how}"
+            found.add(f"dim {dim}", got[row], want, dim)
+    return f"model: {len(_DIMS)} dims up to {_DIMS[-1]} {found}"
+
+
+def _guard(optimizer: RowOptimizer) -> str:
+    """Have a kernel that says so guard rows of every dim, at every offset of 4 bytes."""
+    params = [x for option, x in optimizer.options.items() if option not in ("lr", "guard")]
+    for dim in _DIMS:
+        for offset in range(16):
+            problem = native.try_guard(optimizer.name, params, dim, offset)
+            if problem is not None:
+                raise ExtensionError(f"{optimizer.name}: dim {dim}: {problem}")
+    return "guard: no NaN without a cause is left or passed over, and values are bounded"
 
 
 def _expect_same(
@@ -228,17 +316,40 @@ def _company(optimizer: RowOptimizer) -> str:
 def _threads(optimizer: RowOptimizer) -> str:
     given = TriedRows.of(optimizer, 16, 2000)
     want = given.stepped(optimizer)
-    for got in _at_once(lambda: given.stepped(optimizer)):
+    for got in _by_threads(optimizer.name, lambda: given.stepped(optimizer)):
         _expect_same("where several threads step", optimizer, 16, got, want)
     return f"threads: the same bytes from {_NUM_THREADS} at a time"
 
 
-def _at_once(make: Callable[[], Floats]) -> list[Floats]:
+def _by_threads(kernels: str, make: Callable[[], NDArray[Any]]) -> list[NDArray[Any]]:
     """Return what several threads made at a time, ten times each."""
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        return list(
-            threads.map(lambda _: make(), range(10 * _NUM_THREADS), timeout=_DEADLINE_S)
+    made = _at_once(kernels, [lambda: [make() for _ in range(10)]] * _NUM_THREADS)
+    return [one for its in made for one in its]
+
+
+def _at_once(kernels: str, calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Return what calls return that run at a time, each in a thread of its own.
+
+    Threads that a kernel does not return in are left alone, and keep no process alive.
+    """
+    results: list[futures.Future[_Result]] = [futures.Future() for _ in calls]
+
+    def run(call: Callable[[], _Result], result: futures.Future[_Result]) -> None:
+        try:
+            result.set_result(call())
+        except BaseException as exc:
+            result.set_exception(exc)  # raised below
+
+    for call, result in zip(calls, results, strict=True):
+        threading.Thread(target=run, args=(call, result), daemon=True).start()
+    ended, waiting = futures.wait(results, _DEADLINE_S, futures.FIRST_EXCEPTION)
+    for result in ended:
+        result.result()  # raises what its call did
+    if waiting:
+        raise ExtensionError(
+            f"{kernels}: calls of its kernels have not returned within {_DEADLINE_S:g} s"
         )
+    return [result.result() for result in results]
 
 
 def _sanitizers(sources: list[Path], name: str) -> str:
@@ -292,13 +403,17 @@ def _speed(optimizer: RowOptimizer) -> str:
     dim = 16
     words = optimizer.state_words(dim)
     near = min(_built_ins(), key=lambda one: abs(one.state_words(dim) - words))
-    options = dict(optimizer.options)
-    free = RowOptimizer(optimizer.name, 10.0, **{**options, "guard": False})
-    guarded = RowOptimizer(optimizer.name, 10.0, **{**options, "guard": True})
-    ratios = [_ratio(near, one, dim) for one in (guarded, free)]
+
+    def ratio(guard: bool) -> str:
+        options = {**optimizer.options, "guard": guard}
+        return f"{_ratio(near, RowOptimizer(optimizer.name, 10.0, **options), dim):.2f}"
+
+    # One that guards its rows does so in any case.
+    has_choice = not native.guards_rows(optimizer.name)
+    unguarded = f", {ratio(guard=False)} without the guard" if has_choice else ""
     return (
-        f"speed: {ratios[0]:.2f} of {near.name}'s ({near.state_words(dim)} words of state at "
-        f"dim {dim}, here {words}), {ratios[1]:.2f} without the guard; cached rows, one thread"
+        f"speed: {ratio(guard=True)} of {near.name}'s ({near.state_words(dim)} words of state "
+        f"at dim {dim}, here {words}){unguarded}; cached rows, one thread"
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from persia import env
 from persia._build.shared_library import compile_shared_library
-from persia._build.toolchain import DEADLINE_S, default_cflags
+from persia._build.toolchain import default_cflags
 from persia._core.kernels import native
 from persia.errors import ConfigError, ExtensionError
 
@@ -41,7 +41,6 @@ def compile_kernels(
     name: str,
     *,
     cflags: Sequence[str] = CFLAGS,
-    timeout_s: float = DEADLINE_S,
 ) -> Path:
     """Compile a library of kernels, once; see ``compile_shared_library``."""
     return compile_shared_library(
@@ -50,7 +49,6 @@ def compile_kernels(
         cflags=cflags,
         include_dirs=[INCLUDE],
         exports=[native.SYMBOL],
-        timeout_s=timeout_s,
     )
 
 
@@ -95,7 +93,7 @@ def load_file(path: Path, name: str) -> str:
 
 
 def need(kernel: str) -> None:
-    """Load the library of an optimizer or of initial values, unless it has none or is loaded.
+    """Load the library that something is named by, unless that is none or is loaded.
 
     It is looked for below PERSIA_KERNEL_ROOTS as ``<name>.so`` and, as a cache of compiled
     modules has it, ``<name>/*/<name>.so``; the one with the right sha256 is loaded.
@@ -150,7 +148,8 @@ def _find(name: str, digest: str, roots: Sequence[str]) -> bytes:
     seen = f"; {'; '.join(refused)}" if refused else ""
     raise ExtensionError(
         f"kernels {name}: expected {name}.so with sha256 {digest} below "
-        f"{env.kernel_roots.name} of the server ({where}){seen}"
+        f"{env.kernel_roots.name} of the server ({where}){seen}. In embedded mode the server "
+        f"is the script: set {env.kernel_roots.name} for it to the folder of {name}.so"
     )
 
 

@@ -428,6 +428,7 @@ class PersiaBatch:
 
     Attributes:
         features: The id features as ``FeatureBatch``, in the order given.
+        single: Names of those that were given as ``IDTypeFeatureWithSingleID``.
         batch_id: Number that the sender of the batch gives it; None before.
     """
 
@@ -463,6 +464,9 @@ class PersiaBatch:
             )
         self.features: tuple[FeatureBatch, ...] = tuple(
             each if isinstance(each, FeatureBatch) else each.feature_batch for each in ids
+        )
+        self.single = frozenset(
+            [x.name for x in ids if isinstance(x, IDTypeFeatureWithSingleID)]
         )
         _check_once(dense)
         _check_once(targets)

@@ -404,7 +404,7 @@ class Native(Optimizer):
         lr: Learning rate.
         guard: Whether rows for which the kernel fails are put back, which takes a copy of each
             row before its step. Without it they are reported as well, but are as the kernel
-            left them.
+            left them. A kernel that guards its rows itself does so in any case.
 
     Raises:
         ConfigError: If an argument cannot be used, or the library keeps another state.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import filelock
@@ -53,12 +57,32 @@ def test_processes_that_start_together_compile_once(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_start_together_compile_a_module_of_torch_once(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = sysconfig.get_path("scripts")
+    if shutil.which("c++") is None or shutil.which("ninja", path=scripts) is None:
+        pytest.skip("a C++ compiler and ninja are not installed")
+    compiler = CountingCompiler.make(tmp_path / "compiler", "c++")
+    monkeypatch.setenv("CXX", compiler.command)
+    monkeypatch.setenv("CACHED_CPP_EXTENSION_BUILD_DIR", str(tmp_path / "cache"))
+    source = native.write_module(tmp_path / "source", "torch_storm", suffix=".cpp")
+    found = native.load_at_once(method, [source] * COUNT, timeout_s=400.0)
+    assert found == [("answer", 42)] * COUNT
+    assert compiler.num_compiled() == 1
+    assert not half_built(tmp_path / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_two_sources_of_one_name_at_once_are_each_compiled_once(
-    compiler: CountingCompiler, tmp_path: Path
+    method: str, compiler: CountingCompiler, tmp_path: Path
 ) -> None:
     one = native.write_module(tmp_path / "one", "same_name", 1)
     two = native.write_module(tmp_path / "two", "same_name", 2)
-    found = native.load_at_once("spawn", [one, two] * (COUNT // 2))
+    found = native.load_at_once(method, [one, two] * (COUNT // 2))
     assert sorted(found, key=str) == [("answer", 1)] * 8 + [("answer", 2)] * 8
     assert compiler.num_compiled() == 2
 
@@ -114,6 +138,24 @@ def test_a_builder_that_is_killed_leaves_no_half_module(
     assert got == ["('answer', 42)"] * 3
     assert compiler.num_compiled() == 2  # the killed one's, and one by those who waited
     compiler.let_go()  # the compiler that was left over finds its folder gone
+    assert not half_built(tmp_path / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_of_many_the_one_that_builds_is_killed(
+    method: str, compiler: CountingCompiler, tmp_path: Path
+) -> None:
+    source = native.write_module(tmp_path / "source", "killed_of_many")
+    compiler.hold_next()
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(native.load_at_once, method, [source] * COUNT, num_killed=1)
+        waits = Path(f"/proc/{compiler.wait_until_held()}/stat").read_text()
+        builder = int(waits.rpartition(")")[2].split()[1])  # its parent
+        os.kill(builder, signal.SIGKILL)
+        assert loading.result(2 * PATIENCE_S) == [("answer", 42)] * (COUNT - 1)
+    assert compiler.num_compiled() == 2
+    compiler.let_go()
     assert not half_built(tmp_path / "cache")
 
 
@@ -181,18 +223,19 @@ def test_a_limit_of_file_sizes_is_an_error(compiler: CountingCompiler, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_read_only_cache_serves_what_it_has(
-    compiler: CountingCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, compiler: CountingCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = native.write_module(tmp_path / "source", "read_only")
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         monkeypatch.setenv("CACHED_CPP_EXTENSION_BUILD_DIR", str(disk))
-        assert native.load_at_once("spawn", [source]) == [("answer", 42)]
+        assert native.load_at_once(method, [source]) == [("answer", 42)]
         assert run("mount", "-o", "remount,ro", disk).returncode == 0
-        assert native.load_at_once("spawn", [source] * COUNT) == [("answer", 42)] * COUNT
+        assert native.load_at_once(method, [source] * COUNT) == [("answer", 42)] * COUNT
         assert compiler.num_compiled() == 1
         other = native.write_module(tmp_path / "source", "not_there")
-        found = native.load_at_once("spawn", [other] * 3)
+        found = native.load_at_once(method, [other] * COUNT)
         assert {kind for kind, _ in found} == {"ExtensionError"}
         assert all(f"folder {disk / 'not_there'} cannot be used" in str(t) for _, t in found)
         assert compiler.num_compiled() == 1

@@ -11,6 +11,7 @@ from persia import cpp_extension
 from persia._build import kernel_check
 from persia.errors import ConfigError, ExtensionError, KernelError
 from tests.support import kernels
+from tests.support.processes import run
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -80,9 +81,44 @@ OTHER_THREAD = """
 """
 
 
+def test_a_kernel_that_guards_its_rows_is_checked_at_every_dim(tmp_path: Path) -> None:
+    source = (kernels.FOLDER / "adagrad.c").read_text()
+    lines = list(kernel_check.check([kernels.FOLDER / "adagrad.c"], "adagrad", None, 0.0, {}))
+    assert [line.partition(":")[0] for line in lines[3:5]] == ["guard", "alignment"]
+    assert "without the guard" not in lines[-1]
+    # Not looked at when it is loaded: a dim between those that are tried.
+    body = "    return decay == 0.0f ?"
+    assert source.count(body) == 1
+    forgets = "    if (rows->dim == 21) { PERSIA_STEP_ROWS(rows, ROW, dim); return 0; }"
+    changed = f"{forgets}\n{body}"
+    (tmp_path / "adagrad.c").write_text(source.replace(body, changed))
+    with pytest.raises(ExtensionError, match=r"dim 21: \.guards is 1, but step returned 0"):
+        list(kernel_check.check([tmp_path / "adagrad.c"], "adagrad", None, 0.0, {}))
+
+
 def test_a_kernel_that_fails_in_other_threads_is_seen(tmp_path: Path) -> None:
     with pytest.raises(KernelError, match="returned the error 7"):
         check(tmp_path, OTHER_THREAD)
+
+
+HANGS = """
+import sys
+from persia import cpp_extension
+from persia._build import kernel_check
+kernel_check._DEADLINE_S = 2.0
+sys.exit(cpp_extension._main(["check", sys.argv[1]]))
+"""
+
+
+def test_a_kernel_that_hangs_ends_the_command(tmp_path: Path) -> None:
+    """In other threads than the first, and with more rows than are tried out."""
+    in_others = OTHER_THREAD.replace("return 7", "pause()")
+    for statement in (in_others, "if (rows->num_rows == 32) pause();"):
+        source = tmp_path / "sgd.c"
+        source.write_text("#include <unistd.h>\n" + SOURCE % statement)
+        ran = run("-c", HANGS, source, timeout_s=60.0)
+        assert ran.returncode == 1, ran.stderr
+        assert "of its kernels have not returned within 2 s" in ran.stdout.splitlines()[-1]
 
 
 def test_the_command_prints_what_a_kernel_returned(
@@ -179,3 +215,89 @@ def test_what_an_initializer_breaks_is_named(
 ) -> None:
     with pytest.raises(ExtensionError, match=message):
         check_fill(tmp_path, statement)
+
+
+HASH = """
+#include "persia_kernels.h"
+static int hash(const uint64_t *ids, size_t num_ids, uint64_t *hashes)
+{
+    for (size_t i = 0; i < num_ids; i++)
+        hashes[i] = ids[i] %% 1000 * 0x9E3779B97F4A7C15u;
+    %s
+    return 0;
+}
+static const persia_hash_t fibonacci = {.size = sizeof fibonacci, .hash = hash};
+PERSIA_EXPORT_KERNELS(.hash = &fibonacci)
+"""
+HASH_MODEL = """
+import numpy as np
+
+def hash_ids(ids):
+    return ids %% np.uint64(1000) * np.uint64(0x9E3779B97F4A7C15)%s
+"""
+
+
+def check_hash(tmp_path: Path, statement: str, model: str = "") -> list[str]:
+    source, formula = tmp_path / "hash.c", tmp_path / "model.py"
+    source.write_text(HASH % statement)
+    formula.write_text(HASH_MODEL % model)
+    return list(kernel_check.check([source], "hash", formula, 0.0, {}))
+
+
+def test_what_a_good_hash_passes(tmp_path: Path) -> None:
+    lines = check_hash(tmp_path, "")
+    heads = [line.partition(":")[0] for line in lines]
+    assert heads == ["compiled", "named", "tried out", "model", "hashes", "sanitizers"]
+    assert "the ids 0 to 131071 have 1000 different ones in 56 bits" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("statement", "model", "message"),
+    [
+        ("if (hashes[0] == 1) hashes[0] = 2;", " + np.uint64(1)", "of id 0 is 0x0, .* has 0x1"),
+        ("if (num_ids > 9) hashes[9] += num_ids;", "", "the hash of id 9 is"),
+        ("if (num_ids == 262) hashes[5]++;", "", "other hashes in another order, in parts"),
+    ],
+)
+def test_what_a_hash_breaks_is_named(
+    tmp_path: Path, statement: str, model: str, message: str
+) -> None:
+    with pytest.raises(ExtensionError, match=message):
+        check_hash(tmp_path, statement, model)
+
+
+def test_a_model_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"expected an array uint64 \[262144\], got float64"):
+        check_hash(tmp_path, "", " * 1.0")
+
+
+SCORER = """
+#include "persia_kernels.h"
+static uint32_t score(const persia_use_t *use)
+{
+    return use->values[0] + %s < 0.0f;
+}
+static const persia_scorer_t scorer = {.size = sizeof scorer, .score = score};
+PERSIA_EXPORT_KERNELS(.scorer = &scorer)
+"""
+
+
+def check_scorer(tmp_path: Path, read: str, model: Path | None = None, **params: float) -> None:
+    source = tmp_path / "scorer.c"
+    source.write_text(SCORER % read)
+    for _ in kernel_check.check([source], "scorer", model, 0.0, params):
+        pass
+
+
+@pytest.mark.parametrize("read", ["use->state[0]", "use->values[use->dim]"])
+def test_a_scorer_that_reads_beside_its_row_is_seen(tmp_path: Path, read: str) -> None:
+    with pytest.raises(ExtensionError, match="heap-buffer-overflow"):
+        check_scorer(tmp_path, read)
+
+
+def test_what_a_scorer_does_not_take_is_refused(tmp_path: Path) -> None:
+    check_scorer(tmp_path, "use->values[use->dim - 1]")
+    with pytest.raises(ConfigError, match=r"expected no model of a scorer, got .*model\.py"):
+        check_scorer(tmp_path, "0", tmp_path / "model.py")
+    with pytest.raises(ConfigError, match="it has its scorer, without parameters, got scale"):
+        check_scorer(tmp_path, "0", scale=1.0)

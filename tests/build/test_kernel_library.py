@@ -69,7 +69,10 @@ def test_a_library_outside_of_the_roots_is_not_loaded(
         ("-DVERSION=0", "returned no kernels"),
         ("-DCRASH=1", "crashed with signal 6 when tried out"),
         ("-DEXTRA=1", "dim 1, it writes beside the row or its state"),
-        ("-DEMPTY=1", "expected an optimizer, an initializer or a scorer, it has none"),
+        (
+            "-DEMPTY=1",
+            "expected one of optimizer, initializer, scorer, hash, it has none",
+        ),
         ("-Dpersia_kernels=other", "expected a library with a function persia_kernels"),
     ],
 )
@@ -101,6 +104,44 @@ def test_a_library_of_version_1_is_one_without_an_initializer() -> None:
     assert native.kernels_of(name) == {"optimizer": {}}
     assert native.kernels_of(kernels.load("initial"))["initializer"]["upper"] == 0.01
     assert native.kernels_of(kernels.load("scorer")) == {"scorer": {}}
+    assert native.kernels_of(kernels.load("hash")) == {"hash": {}}
+
+
+def test_an_optimizer_that_was_compiled_before_there_were_guards_has_none() -> None:
+    old = kernels.load("faulty", "-DSIZE=offsetof(persia_optimizer_t, guards)", "-DGUARDS=1")
+    assert not native.guards_rows(old)
+    assert native.guards_rows(kernels.load("adagrad"))
+    with pytest.raises(ExtensionError, match=r"expected an optimizer with .size = .* a step"):
+        kernels.load("faulty", "-DSIZE=offsetof(persia_optimizer_t, step)")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("-DGUARDS=1", "dim 1, .guards is 1, but a NaN is left in a row that had none"),
+        ("-DBOUNDLESS=1", "dim 1, .guards is 1, but values are beyond the bound"),
+        ("-DCODES=1", "dim 1, .guards is 1, but a row with a code is not as it was"),
+        ("-DSILENT=1", r"dim 1, .guards is 1, but step returned 0, and \d+ codes"),
+    ],
+)
+def test_an_optimizer_that_does_not_guard_as_it_says_is_an_error(
+    flag: str, message: str
+) -> None:
+    with pytest.raises(ExtensionError, match=message):
+        kernels.load("unguarded", flag)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("-DBESIDE=1", "hash writes elsewhere than to its hashes"),
+        ("-DCOUNTS=1", "hash wrote other hashes for the same ids"),
+        ("-DHASH=NULL", "expected a hash with .size = .* and a hash"),
+    ],
+)
+def test_a_hash_that_breaks_its_promise_is_an_error(flag: str, message: str) -> None:
+    with pytest.raises(ExtensionError, match=message):
+        kernels.load("hash", flag)
 
 
 def test_a_scorer_that_keeps_something_between_calls_is_an_error() -> None:
