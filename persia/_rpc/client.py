@@ -271,8 +271,11 @@ class Client:
             # The connection stays usable: messages are framed by ZeroMQ.
             self._count(f"bad.{error.reason}")
             logger.warning("%s: unreadable answer: %s", self.origin(""), error)
+            problem = ProtocolError(f"unreadable answer: {error}")
             if error.call_id:
-                self._resolve(error.call_id, ProtocolError(f"unreadable answer: {error}"))
+                self._resolve(error.call_id, problem)
+            elif error.reason == "version":  # so are all its answers
+                self._resolve_all(problem, only_sent=True)
             return
         if answer.call_id == 0 and isinstance(answer, Failure):
             # The server could not read an id. All calls are encoded alike, so all will fail.

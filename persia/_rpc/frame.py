@@ -1,6 +1,6 @@
 """One message on the wire, as a list of parts; ``docs/protocol.md`` has the layout.
 
-    part 0    b"PERSIA/1"     protocol name and version
+    part 0    b"PERSIA/2"     protocol name and version
     part 1    msgpack map     which message of which call, and its scalars
     part 2..  raw bytes       one part per array, little-endian, C order
 
@@ -26,7 +26,9 @@ from persia.errors import ProtocolError
 Array = NDArray[Any]
 Part = bytes | bytearray | memoryview
 
-PROTOCOL = b"PERSIA/1"
+# Another number with each change of what a peer has to read, fields of messages included: then
+# both ends know by the first call.
+PROTOCOL = b"PERSIA/2"
 
 # The dtypes that cross the wire, by the names that stand for them in a header. A closed list:
 # np.dtype() on a peer's string would accept object arrays, whose bytes are pointers.
@@ -189,7 +191,10 @@ def decode(parts: Sequence[Part], limits: Limits = LIMITS) -> Message:
         raise UnreadableFrame("parts", "a protocol and a header", len(parts))
     # By length first: a hostile part may have gigabytes.
     if len(parts[0]) != len(PROTOCOL) or bytes(parts[0]) != PROTOCOL:
-        raise UnreadableFrame("protocol", f"protocol {PROTOCOL!r}", bytes(parts[0][:16]))
+        first = bytes(parts[0][:16])
+        is_ours = len(first) == len(PROTOCOL) and first[:-1] == PROTOCOL[:-1]
+        expected = f"protocol {PROTOCOL!r}, as both ends are of one version of PERSIA"
+        raise UnreadableFrame("version" if is_ours else "protocol", expected, first)
     _check_limit("header_bytes", len(parts[1]), limits.header_bytes)
     header = _read_header(parts[1])
     call_id = _integer(header, "id", _U64)

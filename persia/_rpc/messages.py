@@ -109,6 +109,8 @@ class LookupReply:
 
     tables: tuple[TableRows, ...]
     version: str = ""
+    # Of rows that are trained, the load that brought them, 0 without one: for the update.
+    load_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class UpdateRequest:
     update_id: tuple[int, int]  # an incarnation of an nn-worker, and its number, which grows
     tables: tuple[TableGradients, ...]
     ref: tuple[int, int] | None = None  # of the lookup whose signs it has; None: it brings them
+    load_id: int | None = None  # as the lookup's reply had it; None is not checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +255,19 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadNote:
+    """What the user should know of a load, and what kind of thing it is.
+
+    ``new``: features without rows there. ``optimizer``: rows whose state begins again.
+    ``seed``: another one for new rows. ``counts``: ids not admitted yet are counted from 0.
+    ``other``: all else, of which some rows may be lost or mean something else.
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadStatus:
     """How far a load is: verifying, verified, loading, loaded, finished, or failed."""
 
@@ -260,7 +276,7 @@ class LoadStatus:
     total: int
     num_rows: int  # loaded so far
     error: str
-    notes: tuple[str, ...]  # what the user should know, such as state that is initialized again
+    notes: tuple[LoadNote, ...]
 
 
 class ParameterServer(Protocol):

@@ -195,7 +195,10 @@ class Server:
                 raise UnreadableFrame("not_a_call", "a call", kind, message.call_id)
         except UnreadableFrame as error:
             self._count_bad(f"bad.{error.reason}", f"a bad message: {error}")
-            self._fail(peer, error.call_id, error)
+            answer = encode(self._failure(error.call_id, error), self._limits)
+            if error.reason == "version":
+                answer[0] = bytes(parts[0])  # of its own, or the peer could not read it either
+            self._listener.send(peer, answer)
             return None
         method = self._role.methods.get(message.method)
         # First: a call must not reach the wrong replica's rows.
@@ -353,7 +356,10 @@ class Server:
         self._fail(peer, call.call_id, error)
 
     def _fail(self, peer: bytes, call_id: int, error: BaseException) -> None:
-        self._send(peer, Failure(call_id, self._incarnation, error_to_body(error)))
+        self._send(peer, self._failure(call_id, error))
+
+    def _failure(self, call_id: int, error: BaseException) -> Failure:
+        return Failure(call_id, self._incarnation, error_to_body(error))
 
     def _send(self, peer: bytes, message: Reply | Failure) -> None:
         self._listener.send(peer, encode(message, self._limits))

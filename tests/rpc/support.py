@@ -321,7 +321,6 @@ BAD: list[tuple[str, list[bytes], str]] = [
     ("no part", [b""], "parts"),
     ("one part", [PROTOCOL], "parts"),
     ("empty delimiter", [b"", PROTOCOL, header()], "protocol"),
-    ("other version", [b"PERSIA/2", header()], "protocol"),
     ("other protocol", [b"GET / HT", b"TP/1.1"], "protocol"),
     ("long name", [b"P" * 100_000, header()], "protocol"),
     ("empty header", [PROTOCOL, b""], "header"),

@@ -319,7 +319,7 @@ U8, U32 = np.array([0, 1, 0], np.uint8), np.array([0, 1, 0], np.uint32)
         (LookupResult, [[["SlotGradient", "x", None]], None], [], "one of PooledOutput"),
         (LookupResult, [[[]], None], [], "one of PooledOutput"),
         (LookupResult, [[], 1.0], [], "LookupResult.ref: expected int"),
-        (UpdateRequest, [[1], [], None], [], "a list of 2"),
+        (UpdateRequest, [[1], [], None, None], [], "a list of 2"),
         (OptimizerSettings, ["sgd", {1: 1.0}], [], "a map from text"),
         (OptimizerSettings, ["sgd", {"lr": 1}], [], "lr: expected float or bool"),
         (OptimizerSettings, ["sgd", {"lr": msgpack.Timestamp(1, 1)}], [], "float or bool"),

@@ -24,7 +24,7 @@ from persia._rpc.frame import (
     encode,
 )
 from persia.errors import ProtocolError
-from tests.rpc.support import BAD, same
+from tests.rpc.support import BAD, header, same
 
 SCALARS = st.recursive(
     st.none()
@@ -84,11 +84,14 @@ def test_neither_side_copies_an_aligned_array() -> None:
     assert np.shares_memory(read, array)
 
 
-NONE: tuple[str, list[bytes], str] = ("nothing", [], "parts")  # which no socket sends
+MORE: list[tuple[str, list[bytes], str]] = [
+    ("nothing", [], "parts"),  # which no socket sends
+    ("other version", [b"PERSIA/9", header()], "version"),
+]
 
 
 @pytest.mark.parametrize(
-    ("parts", "reason"), [b[1:] for b in (NONE, *BAD)], ids=[b[0] for b in (NONE, *BAD)]
+    ("parts", "reason"), [b[1:] for b in (*MORE, *BAD)], ids=[b[0] for b in (*MORE, *BAD)]
 )
 def test_bad_messages_say_what_is_wrong(parts: list[bytes], reason: str) -> None:
     with pytest.raises(UnreadableFrame) as caught:

@@ -19,7 +19,7 @@ import zmq
 
 from persia._rpc.client import Client
 from persia._rpc.codec import ErrorOrigin, error_from_body
-from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, encode
+from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, decode, encode
 from persia._rpc.messages import TableSigns
 from persia.errors import (
     DataTypeError,
@@ -52,6 +52,21 @@ def test_bad_messages_are_answered_and_counted(
     good = peer.answer(3)
     assert isinstance(good, Reply)
     assert good.body == 5
+
+
+def test_a_peer_of_another_version_can_read_the_answer(ipc_wire: Wire) -> None:
+    """It is in the version of the peer, and says which one the server has."""
+    server, _ = ipc_wire.serve_toy()
+    peer = ipc_wire.peer(server)
+    peer.send([b"PERSIA/1", header()])
+    first, *rest = peer.socket.recv_multipart()
+    assert first == b"PERSIA/1"
+    answer = decode([PROTOCOL, *rest])
+    assert isinstance(answer, Failure)
+    error = error_from_body(answer.body, ASKED)
+    assert type(error) is ProtocolError
+    assert "protocol b'PERSIA/2', as both ends are of one version of PERSIA" in str(error)
+    assert server.stats()["bad.version"] == 1
 
 
 @pytest.mark.parametrize(
@@ -134,11 +149,13 @@ def test_a_server_that_answers_rubbish(ipc_wire: Wire, router: zmq.Socket[bytes]
     reply = encode(Reply(1, 1, 0, (np.zeros(2),)))
     unspecified = header(k="reply", id=2, i=1, b=1, m=..., t=..., a=[["<u8", [1]]])
     refused = ["ProtocolError", "version 1 only", "", None, "", "", ""]
+    older = [b"PERSIA/1", *encode(Failure(0, 1, refused))[1:]]
     strange: list[tuple[list[list[Part]], str]] = [
         ([[b"x"], [PROTOCOL, b"\xc1"], encode(Call(1, "add", 1, [1]))], "expected an answer"),
         ([[PROTOCOL, unspecified]], "of the header, got 0"),
         ([[*reply[:2], b"123"], encode(Reply(3, 1, "text"))], "add's result: expected int"),
         ([encode(Failure(0, 1, refused))], "version 1 only"),
+        ([older], "as both ends are of one version of PERSIA, got b'PERSIA/1'"),
     ]
     client = ipc_wire.client(address)
     with ThreadPoolExecutor(1) as pool:
@@ -149,7 +166,7 @@ def test_a_server_that_answers_rubbish(ipc_wire: Wire, router: zmq.Socket[bytes]
                 waiting.result(PATIENCE_S)
             assert (caught.value.role, caught.value.address) == ("toy", address)
         counts = client.stats().items()
-        assert sum(count for name, count in counts if name.startswith("bad.")) == 5
+        assert sum(count for name, count in counts if name.startswith("bad.")) == 6
 
 
 # --- too much ---------------------------------------------------------------------------
