@@ -40,9 +40,9 @@ def new_id(storage: Storage) -> str:
     return id_of(max(numbers, default=0) + 1)
 
 
-def id_of(number: int) -> str:
-    """Return an id of that number, which no other has."""
-    return f"{number:08}-{secrets.token_hex(4)}"
+def id_of(number: int, token: int | None = None) -> str:
+    """Return the id of a number and a token of 32 bits; without that, one that no other has."""
+    return f"{number:08}-{secrets.randbits(32) if token is None else token:08x}"
 
 
 def ids(storage: Storage) -> list[str]:

@@ -1,7 +1,8 @@
 """Models of JSON that others may have written: every key is required, and no other is taken.
 
 A file is checked whole before it is used. A file of a later version says so by its version
-number, not by keys that are passed over.
+number, not by keys that are passed over. A key that is ``optional`` is written only where its
+value is not the usual one: an earlier version refuses such a file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Record(Model):
         return {
             field.metadata.get("key", field.name): _plain(getattr(self, field.name))
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            if "optional" not in field.metadata or getattr(self, field.name)
         }
 
 

@@ -23,6 +23,7 @@ from persia._core.store.blocks import RowBlock
 from persia._files.manifest import Part
 from persia._files.parts import parts_for, take
 from persia._files.schema import Policy, SavedGroup, SavedSchema, SavedTable
+from persia._rpc.messages import LoadNote
 from persia.errors import CheckpointError, ConfigError
 
 # Instead of the number of a group.
@@ -38,8 +39,7 @@ class Mapping:
     wanted: SavedSchema
     # By number of a group in the checkpoint its number now, or -1 if its rows are dropped.
     groups: tuple[int, ...]
-    # Sentences for the user: what is dropped, new, or starts from initial values.
-    notes: tuple[str, ...]
+    notes: tuple[LoadNote, ...]  # what is dropped, new, or starts from initial values
 
     @property
     def moves_rows(self) -> bool:
@@ -172,7 +172,7 @@ class _Match:
         self._number = {group.name: number for number, group in enumerate(saved.groups)}
         self.groups = [_DROPPED] * len(saved.groups)
         self.problems: list[str] = []
-        self.notes: list[str] = []
+        self.notes: list[LoadNote] = []
         self._restarted: dict[str, list[str]] = {}  # groups, by what became of their optimizer
 
     def check_names(self, only: Collection[str] | None) -> None:
@@ -211,18 +211,23 @@ class _Match:
         removed = [group.name for group, new in pairs if new == _DROPPED]
         names = [name for group in removed for name in _features(self._saved, group)]
         if removed:
-            self.notes.append(
+            self._note(
+                "other",
                 f"features {', '.join(names)} of the checkpoint are not here: their rows are "
-                "dropped"
+                "dropped",
             )
 
     def add_restarted(self) -> None:
         """Note the groups whose optimizer is another one, those with one change together."""
         for change, groups in self._restarted.items():
-            self.notes.append(
+            self._note(
+                "optimizer",
                 f"feature groups {first_names(groups)} were {change}: the state of their rows "
-                "starts from its initial values"
+                "starts from its initial values",
             )
+
+    def _note(self, kind: str, text: str) -> None:
+        self.notes.append(LoadNote(kind, text))
 
     def _differ(self, what: str, before: object, after: object) -> None:
         self.problems.append(f"{what} is {before} in the checkpoint and {after} here")
@@ -234,7 +239,7 @@ class _Match:
         sources = dict.fromkeys(known[name] for name in names if name in known)
         if new:
             rows = f"rows of group {group!r}" if sources else "no rows"
-            self.notes.append(f"features {', '.join(new)} are new: they start with {rows}")
+            self._note("new", f"features {', '.join(new)} are new: they start with {rows}")
         return list(sources)
 
     def _compare(self, old: SavedGroup, new: SavedGroup) -> None:
@@ -245,6 +250,7 @@ class _Match:
             ("dim", before.dim, after.dim),
             ("dtype", before.dtype, after.dtype),
             ("hash stack (rounds, rows)", old.hash_stack, new.hash_stack),
+            ("id_hash", self._saved.hash_of(old.name), self._wanted.hash_of(new.name)),
         ):
             if x != y:
                 self._differ(f"{what} of {name}", x, y)
@@ -264,9 +270,10 @@ class _Match:
             # By another scorer a class means something else.
             self._differ(f"the eviction of {name}", *kinds)
         elif policies[0] != policies[1]:
-            self.notes.append(
+            self._note(
+                "other",
                 f"eviction of {name} is {policies[0]} in the checkpoint and {policies[1]} "
-                "here: what cannot be carried over, uses or ages, starts from 0"
+                "here: what cannot be carried over, uses or ages, starts from 0",
             )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from persia._core.base.halves import DTYPES
 from persia._core.kernels.optim import MAX_DIM, RowOptimizer
 from persia._files.json_models import Record
-from persia.config import EVICTION_POLICY, EmbeddingSchema, list_differences
+from persia.config import EVICTION_POLICY, ID_HASH, EmbeddingSchema, list_differences
 from persia.config.document import Expect, InvalidValue, Listed, Named, integer
 
 # Of files, folders and tables: what every file system and object store takes as it is.
@@ -68,6 +68,10 @@ class SavedSchema(Record):
     tables: Named[SavedTable]
     # Of eviction, by their numbers in the rows; number 0 is plain LRU.
     policies: Listed[tuple[Policy, ...]]
+    # Library whose hashes stand for ids, of each group that has one.
+    hashes: Named[Annotated[str, ID_HASH]] = field(
+        default_factory=dict, metadata={"optional": True}
+    )
 
     def check(self) -> None:
         """Check the names and numbers by which fields refer to others."""
@@ -94,11 +98,12 @@ class SavedSchema(Record):
             raise InvalidValue(
                 f"{self.prefix_bits} prefix bits do not hold {len(names)} groups", "groups"
             )
-        for feature, its in self.features.items():
+        members = [("features", *item) for item in self.features.items()]
+        members += [("hashes", group, group) for group in self.hashes]
+        for key, name, its in members:
             if its not in names:
                 raise InvalidValue(
-                    f"expected one of {', '.join(sorted(names))}, got {its!a}",
-                    *("features", feature),
+                    f"expected one of {', '.join(sorted(names))}, got {its!a}", key, name
                 )
 
     @staticmethod
@@ -136,7 +141,12 @@ class SavedSchema(Record):
             {slot.name: slot.group for slot in schema.slots.values()},
             tables,
             (("lru", None, 0), *policies),
+            {name: slot.id_hash for name, slot in slot_of.items() if slot.id_hash is not None},
         )
+
+    def hash_of(self, group: str) -> str:
+        """Return the library whose hashes stand for a group's ids, or "none"."""
+        return self.hashes.get(group, "none")
 
     def differences(self, other: SavedSchema) -> str:
         """Return what gives signs another meaning in the other one; "" if nothing does."""
@@ -157,6 +167,7 @@ class SavedSchema(Record):
             found[f"the number {of}"] = number
             found[f"the table {of}"] = group.table
             found[f"the hash stack {of}"] = group.hash_stack
+            found[f"the hash of ids {of}"] = self.hash_of(group.name)
         return found
 
 

@@ -77,7 +77,7 @@ class IncrementalWriter:
         replica: int,
         num_replicas: int,
         config: ParameterServerConfig,
-        whole_rows: AbstractContextManager[None],
+        whole_rows: AbstractContextManager[object],
         requests: Callable[[], int],
         *,
         clock: Callable[[], float] = time.time,

@@ -32,6 +32,9 @@ from persia.errors import StoreError, UnknownRef
 # which a batch was abandoned.
 MOST_SIGNS = 1 << 24
 LONGEST_S = 600.0
+# What a lookup and each of its tables take beside their signs, at least: in signs.
+LOOKUP_SIGNS = 16
+TABLE_SIGNS = 16
 
 _Table = tuple[Signs, Numbers | None]
 
@@ -47,7 +50,7 @@ class KeptLookups:
         self._lookups: OrderedDict[tuple[int, int], tuple[float, dict[int, _Table]]] = (
             OrderedDict()
         )
-        self._num_signs = 0
+        self._num_signs = 0  # with those that stand for the rest
 
     def keep(
         self,
@@ -100,12 +103,14 @@ class KeptLookups:
 
     def _drop(self, ref: tuple[int, int]) -> None:
         # The lock is held.
-        _, kept = self._lookups.pop(ref, (0.0, {}))
-        self._num_signs -= _num_signs(kept)
+        found = self._lookups.pop(ref, None)
+        if found is not None:
+            self._num_signs -= _num_signs(found[1])
 
 
 def _num_signs(kept: dict[int, _Table]) -> int:
-    return sum([len(signs) for signs, _ in kept.values()])
+    """Return how many signs take the memory of a lookup."""
+    return LOOKUP_SIGNS + sum([TABLE_SIGNS + len(signs) for signs, _ in kept.values()])
 
 
 def _with_signs(part: TableGradients, kept: dict[int, _Table]) -> TableGradients:

@@ -60,9 +60,10 @@ def recover_rows(
         *newest,
     )
     request = LoadRequest(0, "verify", url, "", None)
-    settings.complete(*settings_of(request))
+    hyper, optimizer, _ = settings_of(request)  # training goes on: its library is needed
+    settings.complete(hyper, optimizer)
     for note in loads.load_now(request):
-        _logger.warning("%s: %s", url, note)
+        _logger.warning("%s: %s", url, note.text)
     state = settings.state
     recovery.num_rows = 0 if state is None else len(state.store)
     return True

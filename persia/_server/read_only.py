@@ -58,8 +58,9 @@ _TIMINGS = (
 _LOOK_S = 0.1
 # What servers that train count, too; here it stays 0.
 _NEVER = (
-    *("updates", "repeated_updates", "update_missing", "inserted", "evicted", "evicted_lru"),
-    *("evicted_lfu", "evicted_native", "expired", "refused", "memory_limited"),
+    *("updates", "repeated_updates", "replaced_updates", "update_missing", "inserted"),
+    *("evicted", "evicted_lru", "evicted_lfu", "evicted_native", "expired", "refused"),
+    "memory_limited",
 )
 
 

@@ -4,6 +4,9 @@
     commit    drop the rows held, then restore: base first, then each delta's deletions and rows
     finish    every server has its share: the rows are whole
 
+Updates of rows that were looked up before all were replaced are refused: they may be those of a
+trainer that has died, repeated by an embedding-worker, and the rows are another one's now.
+
 The first two are threads; the same request again is answered with how far it is. A status is
 one value, replaced by the thread that works and set before it starts.
 
@@ -20,7 +23,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,11 +47,25 @@ from persia._files.parts import (
 )
 from persia._files.rows import rows_of
 from persia._files.storage import BufferPool, Storage
-from persia._rpc.messages import HyperParameters, LoadRequest, LoadStatus, OptimizerSettings
-from persia._server.row_settings import ServerState, settings_from_json
+from persia._rpc.messages import (
+    HyperParameters,
+    LoadNote,
+    LoadRequest,
+    LoadStatus,
+    OptimizerSettings,
+    TableGradients,
+)
+from persia._server.row_settings import KeptWords, ServerState, settings_from_json
 from persia._server.snapshot import Sketch, read_sketch
 from persia._server.state_file import StateRecovery
-from persia.errors import CheckpointError, ConfigError, DataError, PersiaError, ServiceBusy
+from persia.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    PersiaError,
+    RowsReplaced,
+    ServiceBusy,
+)
 from persia.logger import get_logger
 
 _logger = get_logger("persia.checkpoints")
@@ -71,8 +88,10 @@ def _saved_settings(manifest: Manifest) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSettings]:
-    """Return the settings of the servers that wrote a checkpoint."""
+def settings_of(
+    request: LoadRequest,
+) -> tuple[HyperParameters, OptimizerSettings, KeptWords]:
+    """Return the settings of the servers that wrote a checkpoint, and words of its rows."""
     chain = chains(request.url, request.checkpoint or None)[0]
     manifest = chain.manifests[-1]
     saved = _saved_settings(manifest)
@@ -82,7 +101,10 @@ def settings_of(request: LoadRequest) -> tuple[HyperParameters, OptimizerSetting
         )
         if hyper is None or optimizer is None:
             raise ConfigError("expected hyper_parameters and optimizer")
-        return hyper, optimizer
+        tables = [
+            one for one in manifest.schema.tables.values() if one.optimizer == optimizer.name
+        ]
+        return hyper, optimizer, {table.dim: table.state_words for table in tables}
     except ConfigError as exc:
         raise CheckpointError(
             f"{chain.storage.url}: {manifest.id}: extras.servers: {exc}, as no trainer has "
@@ -133,17 +155,18 @@ class _Load:
 
 
 class _Use:
-    """A context of ``LoadManager``. Each request enters it."""
+    """A context of ``LoadManager``. Each request enters it, and gets the load of its rows."""
 
     def __init__(self, manager: LoadManager, or_missing: bool) -> None:
         self._manager, self._or_missing = manager, or_missing
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> int | None:
         manager = self._manager
         with manager._lock:
             if manager._load is not None or manager._missing is not None:
                 manager._check_whole(self._or_missing)
             manager._num_uses += 1
+            return manager.load_id
 
     def __exit__(self, *_: object) -> None:
         manager = self._manager
@@ -156,12 +179,13 @@ class _Use:
 class _EvaluationUse(_Use):
     """A context of evaluation, which is refused for as long as a load takes."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> int | None:
         manager = self._manager
         with manager._lock:
             if manager._load is not None or manager._missing is not None:
                 manager._check_shown()
             manager._num_uses += 1
+        return None  # no update follows
 
 
 class LoadManager:
@@ -176,6 +200,8 @@ class LoadManager:
         shown_rows: The same for evaluation: ServiceBusy from commit to finish, as it can be
             asked again.
         reached: What the rows loaded last have of change logs; nothing of some features only.
+        load_id: Of the load that replaced rows last, greater than those before it; 0 is none.
+        num_refused: Updates of rows that were replaced since their lookup.
     """
 
     def __init__(
@@ -199,6 +225,10 @@ class LoadManager:
         self._finished: int | None = None  # the load that was last
         self.loaded_at: float | None = None  # when one last replaced the rows; monotonic
         self.reached: Reached = {}
+        self.load_id = self.num_refused = 0
+        # By prefix of signs the load that has replaced these rows last.
+        self._replaced: dict[int, int] = {}
+        self._all_replaced = 0  # the last load of all rows
 
     @property
     def is_loading(self) -> bool:
@@ -220,9 +250,42 @@ class LoadManager:
         """The URL of the load that has left rows out; None if none are missing."""
         return None if self._missing is None else self._missing.url
 
-    def recover(self, noted: Any) -> None:
-        """Begin with what a process before this one noted as missing."""
-        self._missing = Missing.from_json(noted)
+    def recover(self, missing: Any, loads: Any = None) -> None:
+        """Begin with what a process before this one noted."""
+        self._missing = Missing.from_json(missing)
+        if isinstance(loads, dict):
+            self.load_id, self._all_replaced = loads["last"], loads["all"]
+            self._replaced = {int(prefix): one for prefix, one in loads["prefixes"].items()}
+
+    def check_current(
+        self,
+        update_id: tuple[int, int],
+        load_id: int | None,
+        tables: Iterable[TableGradients],
+    ) -> None:
+        """Refuse an update of rows that were replaced since, inside of ``whole_rows``.
+
+        Args:
+            update_id: Its client and number.
+            load_id: That of its lookup's reply; None is not checked.
+            tables: What it steps, with signs.
+        """
+        # A server that was restarted without its rows knows of no load: clients train on.
+        if load_id is None or self.load_id in (0, load_id):
+            return
+        if load_id >= self._all_replaced:
+            since = [prefix for prefix, one in self._replaced.items() if one > load_id]
+            replaced = np.array(since, np.uint64)
+            bits = np.uint64(64 - self._now().settings.schema.prefix_bits)
+            if not any(np.isin(one.signs >> bits, replaced).any() for one in tables):
+                return
+        with self._lock:
+            self.num_refused += 1
+        raise RowsReplaced(
+            f"parameter server {self._replica}: update {update_id[1]} of client "
+            f"{update_id[0]:#x} is of rows that a load has replaced since they were looked up; "
+            "nothing was stepped: another trainer has loaded a checkpoint"
+        )
 
     def _check_whole(self, or_missing: bool) -> None:
         if self.is_loading:
@@ -295,7 +358,7 @@ class LoadManager:
             ).start()
             return load.status
 
-    def load_now(self, request: LoadRequest) -> list[str]:
+    def load_now(self, request: LoadRequest) -> list[LoadNote]:
         """Verify and commit in this thread; returns what the user should know."""
 
         def ignore(done: int, total: int, rows: int) -> None:
@@ -350,8 +413,27 @@ class LoadManager:
             names = None if request.features is None else frozenset(request.features)
             if before is not None and names is not None:
                 names = None if before.features is None else names | before.features
+            self._note_replaced(load)  # before any row goes
             self._set_missing(Missing(request.url, names))
         load.restore.commit(progress)
+
+    def _note_replaced(self, load: _Load) -> None:
+        """With the lock held: name the rows that go, for updates that come too late."""
+        # By the clock, so that a server that has lost its state gives none out again.
+        self.load_id = max(self.load_id + 1, time.time_ns())
+        if load.request.features is None:
+            # That of a server which starts (``load_now``) has no number, and replaces no rows.
+            self.load_id = self.load_id if load.request.load_id else 0
+            self._all_replaced, self._replaced = self.load_id, {}
+        else:
+            self._replaced |= dict.fromkeys(load.restore.prefixes, self.load_id)
+        self._recovery.note(
+            loads={
+                "last": self.load_id,
+                "all": self._all_replaced,
+                "prefixes": {str(prefix): one for prefix, one in self._replaced.items()},
+            }
+        )
 
     def _out_of_order(self, request: LoadRequest) -> CheckpointError:
         before = "verified" if request.step == "commit" else "loaded"
@@ -431,7 +513,7 @@ class CheckpointRestore:
         self._replica, self._num_replicas = replica, num_replicas
         self._store, self._settings = now.store, now.settings
         self._request, self._num_threads = request, num_threads
-        self.notes: list[str] = []
+        self.notes: list[LoadNote] = []
         self.reached: Reached = {}
         self._chains: list[_MappedChain] = []
         self._sketch: Sketch | None = None
@@ -544,20 +626,23 @@ class CheckpointRestore:
                     "it was saved with, or load what fits by features=[...]"
                 )
 
-    def _differing_settings(self, manifest: Manifest) -> list[str]:
+    def _differing_settings(self, manifest: Manifest) -> list[LoadNote]:
         """Return notes on settings by which new rows differ from those of the job before."""
         there = _saved_settings(manifest).get("hyper_parameters")
         if not isinstance(there, dict):
             return []
         here = dataclasses.asdict(self._settings.hyper)
         return [
-            f"{name} is {there[name]} in the checkpoint and {here[name]} here, for new rows "
-            "and steps"
+            LoadNote(
+                "seed" if name == "seed" else "other",
+                f"{name} is {there[name]} in the checkpoint and {here[name]} here, for new "
+                "rows and steps",
+            )
             for name in ("seed", "initialization", "admit_probability", "weight_bound")
             if name in there and there[name] != here[name]
         ]
 
-    def _differing_slots(self, manifest: Manifest) -> list[str]:
+    def _differing_slots(self, manifest: Manifest) -> list[LoadNote]:
         """Return notes on what the model receives of the same rows."""
         there = _saved_settings(manifest).get("slots")
         if not isinstance(there, dict):  # as of earlier versions
@@ -573,8 +658,11 @@ class CheckpointRestore:
                     text = f"{what} is {before[what]} in the checkpoint and {slot[what]} here"
                     changed.setdefault(text, []).append(name)
         return [
-            f"{text}, for features {first_names(names)}: the model receives other values of "
-            "the same rows"
+            LoadNote(
+                "other",
+                f"{text}, for features {first_names(names)}: the model receives other values "
+                "of the same rows",
+            )
             for text, names in sorted(changed.items())
         ]
 
@@ -586,10 +674,19 @@ class CheckpointRestore:
         if file is not None and manifest.num_servers == self._num_replicas:
             self._sketch = read_sketch(storage, file)
         else:
-            self.notes.append(
+            self._note(
+                "counts",
                 "how often ids that wait for admission appeared is not known for this number "
-                "of servers: they are counted from 0"
+                "of servers: they are counted from 0",
             )
+
+    def _note(self, kind: str, text: str) -> None:
+        self.notes.append(LoadNote(kind, text))
+
+    @property
+    def prefixes(self) -> list[int]:
+        """Prefixes of the signs whose rows are replaced; of a load of some features."""
+        return [new + 1 for new in self._chains[0].mapping.groups if new >= 0]
 
     def check_fits(self, now: ServerState) -> None:
         """Check that what was verified is still what the server holds."""
@@ -615,9 +712,10 @@ class CheckpointRestore:
                 "before you train on"
             ) from exc
         if evicted := stats()["evicted"] - before:
-            self.notes.append(
+            self._note(
+                "other",
                 f"{evicted} rows did not fit into parameter server {self._replica} and were "
-                "evicted, those that came first: capacity or memory_limit is too small"
+                "evicted, those that came first: capacity or memory_limit is too small",
             )
 
     def _drop_rows(self) -> None:
@@ -626,9 +724,8 @@ class CheckpointRestore:
         if self._request.features is None:
             store.clear(reuse=True)  # new memory would cost more than what goes into it
             return
-        mapping = self._chains[0].mapping
         bits = np.uint64(64 - self._settings.schema.prefix_bits)
-        loaded = np.array([new + 1 for new in mapping.groups if new >= 0], np.uint64)
+        loaded = np.array(self.prefixes, np.uint64)
         found = []
         with store.begin_snapshot() as cut:
             for block in cut.blocks(_BLOCK_ROWS):
@@ -674,7 +771,8 @@ class CheckpointRestore:
         try:
             store.restore_sketch(*self._sketch)
         except DataError as exc:
-            self.notes.append(
+            self._note(
+                "counts",
                 f"ids that wait for admission are counted from 0, as their counts were of "
-                f"another size: {exc}"
+                f"another size: {exc}",
             )

@@ -35,10 +35,13 @@ from persia.config import (
     TableSettings,
     schema_fingerprint,
 )
-from persia.errors import ConfigError, NotConfigured
+from persia.errors import ConfigError, ExtensionError, NotConfigured
 from persia.logger import get_logger
 
 _logger = get_logger("persia.parameter_server")
+
+# Words of state of rows that were loaded, by dim: what is to be known of their optimizer.
+KeptWords = Mapping[int, int]
 
 # (policy, clock, ttl) of rows that no group says anything about; number 0 of every store.
 _PLAIN_LRU = ("lru", None, 0)
@@ -98,6 +101,7 @@ class RowSettings:
         config: ParameterServerConfig,
         hyper: HyperParameters,
         registered: OptimizerSettings,
+        kept_words: KeptWords | None = None,
     ) -> RowSettings:
         """Combine what the config and the trainer say.
 
@@ -106,7 +110,7 @@ class RowSettings:
         """
         tables = schema.tables
         initializers = initializers_of(schema, hyper)
-        optimizers = optimizers_of(schema, registered, hyper.weight_bound)
+        optimizers = optimizers_of(schema, registered, hyper.weight_bound, kept_words)
         evictions, num_bytes = eviction_kinds(tables), sketch_bytes(tables, config)
         kinds = []
         for table, initializer, optimizer in zip(tables, initializers, optimizers, strict=True):
@@ -246,18 +250,32 @@ def initializer_of(chosen: Initialization | InitializationSettings) -> Initializ
 
 
 def optimizers_of(
-    schema: EmbeddingSchema, registered: OptimizerSettings, weight_bound: float
+    schema: EmbeddingSchema,
+    registered: OptimizerSettings,
+    weight_bound: float,
+    kept_words: KeptWords | None = None,
 ) -> list[RowOptimizer]:
-    """Return how rows step, by table."""
-    kernel_library.need(registered.name)
+    """Return how rows step, by table.
+
+    With ``kept_words`` rows that are loaded need no library to be evaluated: where there is
+    none, nothing steps them.
+    """
+    try:
+        kernel_library.need(registered.name)
+        kept_words = None
+    except ExtensionError as exc:
+        if kept_words is None:
+            raise
+        _logger.warning("rows are loaded to be evaluated, and cannot be trained: %s", exc)
     optimizers = []
     for table in schema.tables:
         name, options = registered.name, dict(registered.options)
         own = table.settings.optimizer
         if own is not None:
             name, options = own.resolve(name, options)
+        words = kept_words if name == registered.name else None
         try:
-            optimizers.append(RowOptimizer(name, weight_bound, **options))
+            optimizers.append(RowOptimizer(name, weight_bound, kept_words=words, **options))
             optimizers[-1].state_words(table.dim)  # refuses a dim that it cannot keep
         except ConfigError as exc:
             if own is None:
@@ -311,13 +329,14 @@ class ServerSettings:
         name: str,
         num_threads: int,
         recovery: StateRecovery,
-        any_rows: AbstractContextManager[None],
+        any_rows: AbstractContextManager[object],
     ) -> None:
         self._schema, self._config, self._name = schema, config, name
         self._num_threads, self._recovery, self._any_rows = num_threads, recovery, any_rows
-        self._lock = threading.Lock()  # guards writes of the next three
+        self._lock = threading.Lock()  # guards writes of the next four
         self.hyper: HyperParameters | None = None
         self.registered: OptimizerSettings | None = None
+        self._kept_words: KeptWords | None = None  # of an optimizer that a load has named
         self.state: ServerState | None = None  # once both have come
         self.warned_of_memory = self.warned_of_capacity = False
 
@@ -330,20 +349,24 @@ class ServerSettings:
     def register_optimizer(self, registered: OptimizerSettings) -> None:
         """Take the optimizer of rows; the same one again changes nothing."""
         with self._lock:
-            if registered != self.registered:
+            if registered != self.registered or self._kept_words is not None:
                 self._set(self.hyper, registered, optimizer=dataclasses.asdict(registered))
 
     def attach(self, notes: Mapping[str, Any]) -> None:
         """Begin with what is noted in the state file, and with its rows."""
         self.hyper = self.registered = self.state = None
+        words = notes.get("kept_words")
         self._set(
-            *settings_from_json(notes.get("configured"), notes.get("optimizer")), attach=True
+            *settings_from_json(notes.get("configured"), notes.get("optimizer")),
+            None if words is None else {int(dim): count for dim, count in words.items()},
+            attach=True,
         )
 
     def _set(
         self,
         hyper: HyperParameters | None,
         registered: OptimizerSettings | None,
+        kept_words: KeptWords | None = None,
         *,
         attach: bool = False,
         **noted: object,
@@ -352,17 +375,19 @@ class ServerSettings:
 
         With ``attach`` the rows are those in the state file.
         """
+        if registered is not None:
+            noted["kept_words"] = kept_words
         if hyper is None or registered is None:
             # What cannot be used is refused now, not when the other one comes.
             if hyper is not None:
                 initializers_of(self._schema, hyper)
                 need_scorers(eviction_kinds(self._schema.tables))
             if registered is not None:
-                optimizers_of(self._schema, registered, 0.0)
+                optimizers_of(self._schema, registered, 0.0, kept_words)
             self._recovery.note(**noted)
-            self.hyper, self.registered = hyper, registered
+            self.hyper, self.registered, self._kept_words = hyper, registered, kept_words
             return
-        settings = RowSettings.of(self._schema, self._config, hyper, registered)
+        settings = RowSettings.of(self._schema, self._config, hyper, registered, kept_words)
         need_scorers(settings.eviction_kinds)
         old = self.state
         mismatch = None if old is None else settings.mismatch(old.settings)
@@ -387,7 +412,7 @@ class ServerSettings:
                 store.clear()
                 store.reseed(hyper.seed)
             self._recovery.note(**noted)  # before there is a row of it
-            self.hyper, self.registered = hyper, registered
+            self.hyper, self.registered, self._kept_words = hyper, registered, kept_words
             self.state = ServerState(settings, store)
 
     def _new_store(self, settings: RowSettings, attach: bool = False) -> EmbeddingStore:
@@ -404,12 +429,19 @@ class ServerSettings:
             attach=attach,
         )
 
-    def complete(self, hyper: HyperParameters, registered: OptimizerSettings) -> None:
+    def complete(
+        self,
+        hyper: HyperParameters,
+        registered: OptimizerSettings,
+        kept_words: KeptWords | None = None,
+    ) -> None:
         """Take those settings that have not come, as for inference."""
         if self.hyper is None:
             self.configure(hyper)
-        if self.registered is None:
-            self.register_optimizer(registered)
+        with self._lock:
+            if self.registered is None:
+                noted = dataclasses.asdict(registered)
+                self._set(self.hyper, registered, kept_words, optimizer=noted)
 
     def state_at(self, clock: TrainingClock, what: str) -> ServerState:
         """Return the state, as of now for rows that expire."""

@@ -179,7 +179,7 @@ class ParameterServer:
         self._applied = AppliedUpdates(record=record)
         self._clock = TrainingClock(clock, recent)
         self._rows = RowAccess(self._schema, self._settings, self._clock, self._loads)
-        self._loads.recover(notes.get("missing"))
+        self._loads.recover(notes.get("missing"), notes.get("loads"))
         if self._incremental is not None:
             self._incremental.resume(notes.get("change_log"))
         self._settings.attach(notes)
@@ -225,12 +225,12 @@ class ParameterServer:
                 raise StoreError(
                     f"a lookup: batch_id: expected 0..2^64-1, got {request.batch_id}"
                 )
-            with self._loads.whole_rows:
+            with self._loads.whole_rows as load_id:
                 replies, num_misses = self._lookup_train(request)
             if request.ref is not None:
                 replies = self._kept.keep(request.ref, request.tables, replies)
         else:
-            with self._loads.shown_rows:
+            with self._loads.shown_rows as load_id:
                 replies, num_misses = self._lookup_eval(request)
         with self._counts_lock:
             self._counts["lookups"] += 1
@@ -238,7 +238,7 @@ class ParameterServer:
             self._counts["misses"] += num_misses
             self._counts["missing"] += 0 if request.is_training else num_misses
         self._lookup_time.add(time.perf_counter() - begin)
-        return LookupReply(tuple(replies))
+        return LookupReply(tuple(replies), load_id=load_id)
 
     def _check_signs(
         self,
@@ -348,9 +348,9 @@ class ParameterServer:
             if part.lr is not None:
                 optimizer = settings.at_rate(part.table, part.lr)
             steps.append((part, optimizer, kind.dtype))
-        # Refused outside of ``run``, which notes failures: sent again after the load, it is
-        # applied.
+        # Refused outside of ``run``, which notes failures.
         with self._loads.whole_rows:
+            self._loads.check_current(update_id, request.load_id, tables)
             num_missing, repeated = self._applied.run(
                 update_id, partial(_apply, state.store, self._record, update_id, steps)
             )
@@ -527,6 +527,7 @@ class ParameterServer:
         held = {} if state is None else state.store.stats()
         with self._counts_lock:
             counts = {name: int(held.get(name, 0)) for name in _STORE_COUNTS} | self._counts
+        counts["replaced_updates"] = self._loads.num_refused
         if self._recovery.num_rows:
             counts["recovered_rows"] = self._recovery.num_rows
         return counts

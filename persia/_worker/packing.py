@@ -12,7 +12,7 @@ server. Requests are slices of those arrays. How a feature finds its rows:
 
     distinct id d, round r  ->  number slots[d * rounds + r]  ->  rows[start:stop][number]
 
-Without a hash stack, a shared group or a second server that is the identity: ``slots`` is
+Without a hash, a shared group or a second server that is the identity: ``slots`` is
 None, and the feature's rows are the slice alone.
 """
 
@@ -30,12 +30,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._build import kernel_library
 from persia._core.base.arrays import empty_floats
 from persia._core.base.hashing import route
 from persia._core.base.threads import ThreadPool
 from persia._core.ids import cardinality
 from persia._core.ids.feature_batch import FeatureBatch, number_all
 from persia._core.ids.signs import hash_stack, merge, pack_all
+from persia._core.kernels import native
 from persia._rpc.messages import (
     FeatureStats,
     Floats,
@@ -49,7 +51,7 @@ from persia._rpc.messages import (
     UpdateReport,
 )
 from persia.config import USUAL_SIZE, EmbeddingSchema, Slot
-from persia.errors import DataError, DataTypeError, StoreError, did_you_mean
+from persia.errors import DataError, DataTypeError, KernelError, StoreError, did_you_mean
 from persia.logger import get_logger
 
 _logger = get_logger("persia.embedding_worker")
@@ -84,8 +86,8 @@ class GroupPlan:
     """Features that share rows, by their places in the batch, in the batch's order."""
 
     features: tuple[int, ...]
-    # Signs of one feature without a hash stack are distinct as soon as its ids are (unless
-    # some were masked); all other groups are merged.
+    # Signs of one feature without a hash are distinct as soon as its ids are (unless some were
+    # masked); all other groups are merged.
     is_plain: bool
 
 
@@ -169,7 +171,9 @@ class BatchPlanner:
         for number, groups in tables.items():
             group_plans = []
             for places in groups.values():
-                is_plain = len(places) == 1 and not slots[places[0]].hash_stack_rounds
+                first = slots[places[0]]
+                is_hashed = first.id_hash is not None or first.hash_stack_rounds > 0
+                is_plain = len(places) == 1 and not is_hashed
                 group_plans.append(GroupPlan(tuple(places), is_plain))
             order = tuple(place for places in groups.values() for place in places)
             plan = TablePlan(
@@ -183,6 +187,13 @@ class BatchPlanner:
             )
             plans.append(plan)
         return BatchPlan(names, tuple(features), tuple(plans), self._uncut)
+
+
+def need_hashes(schema: EmbeddingSchema) -> None:
+    """Load the libraries by which ids are hashed; refuse one that has no hash."""
+    for name in {slot.id_hash for slot in schema.slots.values() if slot.id_hash is not None}:
+        kernel_library.need(name)
+        native.hash_ids(name, np.empty(0, np.uint64))
 
 
 def check_names(names: Iterable[str], known: Collection[str], where: str) -> None:
@@ -221,6 +232,18 @@ class PackedTable:
     bases: tuple[int, ...]
 
 
+class LookedUp(NamedTuple):
+    """What an update needs of the last training lookup.
+
+    One value, so that a lookup that is repeated beside an update replaces all or none.
+    """
+
+    hints: tuple[Numbers, ...]  # by table of the plan, in the order of its signs
+    maxima: Maxima
+    rows: Sequence[Floats] | None  # with a delay compensation
+    load_ids: Mapping[int, int | None]  # by server, of its reply
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """A batch as the servers see it, and what is known of its ref while it is in flight."""
@@ -235,10 +258,7 @@ class PackedBatch:
     # These two are set and guarded by ``ForwardBuffer``.
     ref: int = -1
     used_at: float = 0.0  # monotonic seconds
-    # Hints by table of the plan, in the order of its signs, maxima by feature, and with a delay
-    # compensation the rows: what an update needs from the last training lookup. One value, so
-    # that a lookup that is repeated beside an update replaces all or none.
-    looked_up: tuple[tuple[Numbers, ...], Maxima, Sequence[Floats] | None] | None = None
+    looked_up: LookedUp | None = None  # by the last training lookup
     # One update at a time; the fields below are the update's.
     updating: threading.Lock = field(default_factory=threading.Lock)
     update_id: tuple[int, int] | None = None
@@ -253,7 +273,7 @@ class PackedBatch:
         slots = sum(x.slots.nbytes for x in self.features if x.slots is not None)
         orders = sum(x.order.nbytes for x in self.tables if x.order is not None)
         looked_up = self.looked_up  # replaced by other threads
-        rows = None if looked_up is None else looked_up[2]
+        rows = None if looked_up is None else looked_up.rows
         seen = 0 if rows is None else sum(part.nbytes for part in rows)
         return ids + slots + orders + seen + sum(x.signs.nbytes for x in self.tables)
 
@@ -282,7 +302,7 @@ def pack_batch(
     features = request.features
     number_all(features, threads)
     batch_size = features[0].batch_size if features else 0
-    kept, values = _select_ids(features, plan, batch_size)
+    kept, values = _select_ids(features, plan, schema, batch_size)
     num_masked: dict[str, int] = {}
     packed: dict[int, PackedFeature] = {}  # by place
     tables = []
@@ -317,7 +337,10 @@ def pack_batch(
 
 
 def _select_ids(
-    features: Sequence[FeatureBatch], plan: BatchPlan, batch_size: int
+    features: Sequence[FeatureBatch],
+    plan: BatchPlan,
+    schema: EmbeddingSchema,
+    batch_size: int,
 ) -> tuple[list[FeatureBatch], list[Signs]]:
     """Check features; return each, cut to its slot's size, and the values that become signs."""
     kept: list[FeatureBatch] = []
@@ -340,11 +363,25 @@ def _select_ids(
             if ids is not given and slot.name in plan.uncut:
                 _warn_of_cut(given, slot, plan.uncut)
         kept.append(ids)
-        distinct = ids.distinct
-        if slot.hash_stack_rounds:
-            distinct = hash_stack(distinct, slot.hash_stack_rounds, slot.hash_stack_size)
-        values.append(distinct)
+        values.append(_values_of(slot, ids.distinct, schema))
     return kept, values
+
+
+def _values_of(slot: Slot, ids: Signs, schema: EmbeddingSchema) -> Signs:
+    """Return what signs are made of: ids or their hashes [n], or rows of a stack [n * rounds].
+
+    All ids pass here: those of batches, for training, evaluation and serving, and those by
+    which rows are read and written.
+    """
+    if slot.id_hash is not None:
+        try:
+            hashes = native.hash_ids(slot.id_hash, ids)
+        except KernelError as exc:
+            raise KernelError(f"feature {slot.name!r}: {exc}") from None
+        ids = hashes & np.uint64((1 << (64 - schema.prefix_bits)) - 1)
+    if slot.hash_stack_rounds:
+        ids = hash_stack(ids, slot.hash_stack_rounds, slot.hash_stack_size)
+    return ids
 
 
 def _warn_of_cut(ids: FeatureBatch, slot: Slot, uncut: set[str]) -> None:
@@ -417,9 +454,7 @@ def signs_of(
 
     They are those that its batches have: [n], or with a hash stack [n * rounds].
     """
-    values = ids
-    if slot.hash_stack_rounds:
-        values = hash_stack(ids, slot.hash_stack_rounds, slot.hash_stack_size)
+    values = _values_of(slot, ids, schema)
     signs, (num_masked,) = pack_all([values], [slot.prefix], schema.prefix_bits, threads)
     if num_masked and schema.strict_ids:
         _refuse_wide_id(slot.name, values, schema.prefix_bits)
@@ -545,9 +580,10 @@ class FeatureStatistics:
         # In the order in which they came first.
         self._features: defaultdict[str, _Counts] = defaultdict(_Counts)
 
-    def add(self, packed: PackedBatch) -> None:
+    def add(self, packed: PackedBatch, threads: ThreadPool) -> None:
         """Count the ids of a batch; warn when some are masked the first time."""
         masked = packed.num_masked
+        sketches, distinct = [], []
         with self._lock:
             for feature in packed.features:
                 ids = feature.ids
@@ -555,13 +591,12 @@ class FeatureStatistics:
                 counts.num_ids += ids.num_ids
                 counts.num_distinct += ids.num_distinct
                 if packed.requires_grad:
-                    offsets = ids.offsets
                     counts.num_samples += ids.batch_size
                     counts.num_trained += ids.num_ids
-                    if offsets is not None:
-                        is_empty = offsets[1:] == offsets[:-1]
-                        counts.num_empty += int(np.count_nonzero(is_empty))
-                    cardinality.add(counts.registers, ids.distinct)
+                    counts.num_empty += ids.num_empty
+                    sketches.append(counts.registers)
+                    distinct.append(ids.distinct)
+            cardinality.add(sketches, distinct, threads)
         if masked:
             self.add_masked(masked)
 
@@ -573,9 +608,12 @@ class FeatureStatistics:
             is_first, self._has_warned = not self._has_warned, True
         if is_first:
             _logger.warning(
-                "ids of a batch need more than %d bits (64 - feature_index_prefix_bit) and "
-                "were cut to them, so that they may share rows: %s; later ones, of any "
-                "feature, are only counted. strict_ids: true makes this an error",
+                "ids of a batch need more than %d bits and were cut to them, so that they may "
+                "share rows: %s; later ones, of any feature, are only counted. Negative ids "
+                "need 64: where -1 stands for none, leave it out of a feature, and in a module "
+                "of persia.nn write padding_idx=0 and ids.clamp(min=0). In an embedding "
+                "config, ids have 64 - feature_index_prefix_bit bits, and strict_ids: true "
+                "makes this an error",
                 self._index_bits,
                 ", ".join(f"{count} of {name}" for name, count in masked.items()),
             )

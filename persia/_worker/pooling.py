@@ -6,13 +6,13 @@ the order in which rows are stored does not enter into them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from persia._core.base.arrays import empty_floats
+from persia._core.base.arrays import empty_floats, joined
 from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._core.kernels.pooling import PoolCalls, gather, nonfinite
@@ -28,7 +28,7 @@ from persia._rpc.messages import (
     TableGradients,
     UpdateRequest,
 )
-from persia._worker.packing import FeaturePlan, Maxima, PackedBatch, PackedFeature
+from persia._worker.packing import FeaturePlan, LookedUp, Maxima, PackedBatch, PackedFeature
 from persia.config import Padding
 
 Mask = NDArray[np.bool_]
@@ -60,8 +60,8 @@ def pool_outputs(
 ) -> tuple[tuple[SlotOutput, ...], Maxima]:
     """Make the outputs of a batch, in the order of its features, and find the maxima.
 
-    ``rows`` [U, dim] are by table of the plan, in the order of its signs. Outputs own their
-    memory; pooled ones of a table share one array.
+    ``rows`` [U, dim] are by table of the plan, in the order of its signs. Pooled outputs of a
+    table share one array; jagged ones are slices of the rows where these lie as the ids do.
     """
     pooled = [
         empty_floats(table.num_pooled, batch.batch_size, table.dim)
@@ -112,8 +112,10 @@ def _unpooled(feature: PackedFeature, plan: FeaturePlan, rows: Floats) -> SlotOu
         gather(source, feature.slots, feature.rounds, vectors[1:])
         index = _padded_index(ids, slot.sample_fixed_size, slot.padding)
         return RawOutput(slot.name, vectors, index, slot.sample_fixed_size)
-    vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
-    gather(source, feature.slots, feature.rounds, vectors)
+    vectors = source
+    if feature.slots is not None:
+        vectors = np.empty((ids.num_distinct, slot.dim), np.float32)
+        gather(source, feature.slots, feature.rounds, vectors)
     return JaggedOutput(slot.name, vectors, ids.inverse.astype(np.int64), _offsets(ids))
 
 
@@ -160,15 +162,21 @@ def sum_gradients(
     nan_samples: dict[str, int] = {}
     nan_rows: dict[str, int] = {}
     present = {place: g for place, g in enumerate(gradients) if g is not None}
+    given = _sums_already(batch, present)
     all_sums = [
-        empty_floats(len(table.signs), plan.dim)
-        for table, plan in zip(batch.tables, batch.plan.tables, strict=True)
+        given[number] if number in given else empty_floats(len(table.signs), plan.dim)
+        for number, (table, plan) in enumerate(
+            zip(batch.tables, batch.plan.tables, strict=True)
+        )
     ]
     # A term that is not finite makes its sum so: where all sums are finite, so were the
     # gradients, and need no look one by one.
     skips: dict[int, NDArray[np.uint8]] = {}
-    if not _add(batch, present, maxima, {}, all_sums, threads):
+    is_finite = _add(batch, present, maxima, {}, all_sums, threads, given)
+    if not is_finite or any(nonfinite(sums).any() for sums in given.values()):
         skips = {place: nonfinite(gradient) for place, gradient in present.items()}
+        for number, sums in given.items():
+            all_sums[number] = np.empty_like(sums)
         _add(batch, present, maxima, skips, all_sums, threads)
     found: list[Sums] = []
     for number, (table, sums) in enumerate(zip(batch.tables, all_sums, strict=True)):
@@ -186,6 +194,21 @@ def sum_gradients(
     return found, nan_samples, nan_rows
 
 
+def _sums_already(batch: PackedBatch, gradients: Mapping[int, Floats]) -> dict[int, Floats]:
+    """Return by table the gradients that are its sums as they are: a row for each sign."""
+    found = {}
+    for number, (table, plan) in enumerate(zip(batch.tables, batch.plan.tables, strict=True)):
+        places = plan.places
+        if table.order is not None or plan.num_pooled or not gradients.keys() >= set(places):
+            continue
+        if any(batch.features[place].slots is not None for place in places):
+            continue
+        sums = joined([gradients[place] for place in places])
+        if sums is not None:
+            found[number] = sums
+    return found
+
+
 def _add(
     batch: PackedBatch,
     gradients: Mapping[int, Floats],
@@ -193,15 +216,20 @@ def _add(
     skips: Mapping[int, NDArray[np.uint8]],
     all_sums: Sequence[Floats],
     threads: ThreadPool,
+    given: Collection[int] = (),
 ) -> bool:
     """Fill the sums of all tables without the rows in ``skips``; return if all are finite.
 
-    Groups share no row, and within a group features are added in their order: so the sums
-    do not depend on the number of threads.
+    Those of the tables ``given`` are there. Groups share no row, and within a group features
+    are added in their order: so the sums do not depend on the number of threads.
     """
     calls = PoolCalls()
     scattered = []  # sums whose rows are sorted by server
-    for table, plan, sums in zip(batch.tables, batch.plan.tables, all_sums, strict=True):
+    for number, (table, plan, sums) in enumerate(
+        zip(batch.tables, batch.plan.tables, all_sums, strict=True)
+    ):
+        if number in given:
+            continue
         if table.order is not None:
             sums[:] = 0.0
             scattered.append(sums)
@@ -280,20 +308,20 @@ def split_update(
     batch: PackedBatch,
     gradients: BatchGradients,
     all_sums: Sequence[Sums],
-    all_hints: Sequence[Numbers],
+    looked_up: LookedUp,
     servers: Iterable[int],
 ) -> dict[int, UpdateRequest]:
     """Return by server the steps to make; servers without one are absent.
 
-    Sums and hints are by table; there are no hints where servers have kept them. Of
-    ``gradients`` the update id and learning rates are used.
+    Sums are by table; there are no hints where servers have kept them. Of ``gradients`` the
+    update id and learning rates are used.
     """
     rates = {rate.table: rate.lr for rate in gradients.learning_rates}
     requests: dict[int, UpdateRequest] = {}
     for server in servers:
         parts = []
         for table, plan, (sums, keep), hints in zip(
-            batch.tables, batch.plan.tables, all_sums, all_hints, strict=True
+            batch.tables, batch.plan.tables, all_sums, looked_up.hints, strict=True
         ):
             window = slice(*table.starts[server : server + 2])
             signs, summed = table.signs[window], sums[window]
@@ -310,5 +338,6 @@ def split_update(
                 rate = rates.get(plan.number)
                 parts.append(TableGradients(plan.number, signs, own, summed, rate, places))
         if parts:
-            requests[server] = UpdateRequest(gradients.update_id, tuple(parts))
+            load_id = looked_up.load_ids[server]
+            requests[server] = UpdateRequest(gradients.update_id, tuple(parts), load_id=load_id)
     return requests

@@ -186,6 +186,12 @@ class RowsByID:
     def scan(self, request: FeatureScan) -> RowPiece:
         """Return a piece of the rows of one server."""
         slot = self._own_rows(request.feature, "walk over")
+        if slot.id_hash is not None:
+            raise ConfigError(
+                f"feature {request.feature!r}: expected rows of ids to walk over, got rows of "
+                f"the hashes of {slot.id_hash}, from which no id follows; read() finds "
+                "them by their ids"
+            )
         if not 0 <= request.server < self._num_servers:
             raise DataError(
                 f"scan_rows: expected a server in 0..{self._num_servers - 1}, got "

@@ -6,7 +6,8 @@ are lost, and an error says so, unless it found them again (``docs/recovery.md``
 
 Calls wait for a server that does not answer, until their deadline. Those of an inference job
 need not: other embedding-workers, with servers of their own, have the same rows. There a read
-raises NotReady as soon as a server seems dead, for the caller to ask another one.
+raises NotReady as soon as a server seems dead, for the caller to ask another one, and from then
+on at once, until the server has answered for its health.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from persia._rpc.client import PendingCall
+from persia._rpc.client import Client, PendingCall
 from persia._rpc.deadlines import Retry, caller_deadline
 from persia._rpc.messages import (
     HyperParameters,
@@ -46,6 +47,7 @@ from persia.errors import (
     NotReady,
     ProtocolError,
     ServiceBusy,
+    ServiceError,
     ServiceTimeout,
     ServiceUnavailable,
     UnknownRef,
@@ -63,10 +65,62 @@ _REMEMBER_S = 0.2
 _NO_SIGNS = np.empty(0, np.uint64)
 _SETTINGS = ("configure", "register_optimizer")  # methods, in the order of their calls
 # Where reads fail over: these methods, and seconds without an answer until a server's health is
-# asked, and then to that. Doubled by each failure in a row: a slow machine is not a dead one.
+# asked, and then to that. Doubled where the server answers for its health after all, until it
+# has answered a read: a slow machine is not a dead one.
 _READS = frozenset({"lookup", "read_rows", "ready_for_serving"})
 ATTEMPT_S = 0.07
 _LONGEST_ATTEMPT_S = 1.0
+# Seconds for an answer of a server that seems dead, which no caller waits for.
+_PROBE_S = 1.0
+
+
+class _Silent:
+    """A server that seems dead, and the question for its health that is under way."""
+
+    def __init__(self, client: Client, error: ServiceError) -> None:
+        self._client, self._error = client, error
+        self._lock = threading.Lock()  # held by the thread that looks for an answer
+        self._begin()
+
+    def _begin(self) -> None:
+        self._until = time.monotonic() + _PROBE_S
+        self._probe = self._client.begin("hello", timeout_s=_PROBE_S)
+        self._probe.fails_over = True
+        self._probe.handles_restart = False  # the next call does: it may take long
+
+    def has_answered(self) -> bool:
+        """Return whether it lives, without waiting; ask again where there was no answer."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._probe.is_over():
+                self._probe.result()
+                return True
+            if time.monotonic() >= self._until:
+                self._probe.cancel()
+                self._begin()
+        except ConfigError:  # of another server at its address, which a read will say as well
+            return True
+        except ServiceError:
+            self._begin()
+        finally:
+            self._lock.release()
+        return False
+
+    def not_ready(self, method: str) -> NotReady:
+        """Return the error of a read."""
+        error = self._error
+        return NotReady(
+            str(error),
+            role=error.role,
+            replica=error.replica,
+            address=error.address,
+            method=method,
+        )
+
+    def cancel(self) -> None:
+        """Wait for no answer any more."""
+        self._probe.cancel()
 
 
 class ServerSet:
@@ -86,6 +140,7 @@ class ServerSet:
         self._wanted = rows_version
         self._fails_over = fails_over
         self._attempts_s = [ATTEMPT_S] * len(servers)
+        self._silent: dict[int, _Silent] = {}  # changed under the lock below
         self.servers = _sort_servers(servers, schema)  # by replica number
         self._dims = tuple(table.dim for table in schema.tables)
         # Threads that ask servers of this process; remote ones need none to work at once.
@@ -107,6 +162,9 @@ class ServerSet:
 
     def close(self) -> None:
         """Stop the threads; no server must be asked afterwards."""
+        with self._lock:
+            for silent in self._silent.values():
+                silent.cancel()
         if self._threads is not None:
             self._threads.shutdown(wait=True)
 
@@ -130,6 +188,8 @@ class ServerSet:
 
     def _ask(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method of each server with these arguments; return as ``ask``."""
+        if self._silent and method in _READS:
+            self._check_alive(method, calls)
         answers: dict[int, Any] = dict.fromkeys(calls)
         pending: dict[int, Callable[[], Any]] = {}
         remote_calls: list[PendingCall] = []
@@ -143,7 +203,7 @@ class ServerSet:
                         answers[number] = error
                     else:
                         pending[number] = partial(
-                            self._result, method, number, remote_calls[-1]
+                            self._result, method, number, server.client, remote_calls[-1]
                         )
                 elif self._threads is not None and pending:
                     # In a copy of this context, which holds the caller's deadline.
@@ -163,7 +223,7 @@ class ServerSet:
             for remote_call in remote_calls:
                 remote_call.cancel()
 
-    def _result(self, method: str, number: int, call: PendingCall) -> Any:
+    def _result(self, method: str, number: int, client: Client, call: PendingCall) -> Any:
         if not (self._fails_over and method in _READS):
             return call.result()
         attempt_s = self._attempts_s[number]
@@ -172,16 +232,35 @@ class ServerSet:
         try:
             answer = call.result_while_alive(min(attempt_s, max(0.0, left_s / 4)))
         except (ServiceUnavailable, ServiceTimeout) as error:
-            self._attempts_s[number] = min(2 * attempt_s, _LONGEST_ATTEMPT_S)
-            raise NotReady(
-                str(error),
-                role=error.role,
-                replica=error.replica,
-                address=error.address,
-                method=method,
-            ) from error
+            silent = _Silent(client, error)
+            with self._lock:
+                # A caller in a hurry does not know that the server is dead.
+                is_kept = number not in self._silent and attempt_s <= left_s / 4
+                if is_kept:
+                    self._silent[number] = silent
+            if not is_kept:
+                silent.cancel()
+            raise silent.not_ready(method) from error
         self._attempts_s[number] = ATTEMPT_S
         return answer
+
+    def _check_alive(self, method: str, numbers: Iterable[int]) -> None:
+        """Raise NotReady if one of these servers seemed dead, and has not answered since."""
+        failure = None
+        for number in numbers:
+            silent = self._silent.get(number)
+            if silent is None:
+                continue
+            if not silent.has_answered():
+                failure = failure or silent.not_ready(method)
+                continue
+            with self._lock:
+                if self._silent.get(number) is silent:
+                    del self._silent[number]
+                    attempt_s = 2 * self._attempts_s[number]
+                    self._attempts_s[number] = min(attempt_s, _LONGEST_ATTEMPT_S)
+        if failure is not None:
+            raise failure
 
     def lookup(
         self, requests: Mapping[int, LookupRequest], ref: tuple[int, int] | None = None

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.base.arrays import is_matrix
 from persia._core.base.halves import widen
 from persia._core.base.hashing import owners
 from persia._core.base.threads import ThreadPool
@@ -67,10 +68,12 @@ from persia._worker.compensation import compensated, moved
 from persia._worker.packing import (
     BatchPlanner,
     FeatureStatistics,
+    LookedUp,
     Maxima,
     PackedBatch,
     check_names,
     join_rows,
+    need_hashes,
     pack_batch,
     split_entries,
     split_lookup,
@@ -87,6 +90,7 @@ _logger = get_logger("persia.embedding_worker")
 ROLE = "embedding-worker"
 _STEPS = ("preprocess", "rpc", "postprocess", "total")  # of a lookup, in names of metrics
 _F32 = np.dtype(np.float32)
+_ONE = np.float32(1.0)
 _GRADIENT_DTYPES = (_F32, np.dtype(np.float16))
 
 
@@ -267,6 +271,7 @@ class EmbeddingWorker:
         rows_version: str = "",
         fails_over: bool = False,
     ) -> None:
+        need_hashes(schema)
         self._schema = schema
         self._servers = ServerSet(
             servers, schema, num_threads, rows_version, fails_over=fails_over
@@ -328,7 +333,7 @@ class EmbeddingWorker:
         packed = self._pack(features)
         batch = self.buffer.add(packed, is_repeatable=is_repeatable)
         if batch is packed:  # or it is the same that came before, and was counted
-            self.statistics.add(packed)
+            self.statistics.add(packed, self._threads)
         return batch
 
     def _pack(self, features: IDFeatures) -> PackedBatch:
@@ -366,7 +371,7 @@ class EmbeddingWorker:
         """
         if not features.requires_grad:
             packed = self._pack(features)
-            self.statistics.add(packed)
+            self.statistics.add(packed, self._threads)
             return LookupResult(self._lookup(packed, False), None)
         batch = self._register(features, is_repeatable=False)
         try:
@@ -380,7 +385,8 @@ class EmbeddingWorker:
         begin = time.perf_counter()
         requests = split_lookup(batch, is_training, self._num_servers)
         ref = (self._incarnation, batch.ref) if is_training else None
-        rows, hints = join_rows(batch, self._servers.lookup(requests, ref))
+        replies = self._servers.lookup(requests, ref)
+        rows, hints = join_rows(batch, replies)
         fetched = time.perf_counter()
         outputs, maxima = pool_outputs(batch, rows, self._threads)
         end = time.perf_counter()
@@ -388,7 +394,9 @@ class EmbeddingWorker:
         self._pool_time.add(end - fetched)
         self._lookup_time.add(end - begin)
         if is_training:
-            batch.looked_up = hints, maxima, rows if self._compensation else None
+            load_ids = {server: reply.load_id for server, reply in replies.items()}
+            seen = rows if self._compensation else None
+            batch.looked_up = LookedUp(hints, maxima, seen, load_ids)
         with self._lock:
             self._counts["lookups"] += 1
         return outputs
@@ -420,11 +428,12 @@ class EmbeddingWorker:
             return report
 
     def _update(self, batch: PackedBatch, gradients: BatchGradients) -> UpdateReport:
-        if batch.looked_up is None:
+        looked_up = batch.looked_up  # replaced by other threads
+        if looked_up is None:
             raise DataError(
                 f"ref {batch.ref}: expected a training lookup before its gradients, got none"
             )
-        hints, maxima, seen = batch.looked_up
+        maxima, seen = looked_up.maxima, looked_up.rows
         if batch.update_id not in (None, gradients.update_id):
             raise DataError(
                 f"ref {batch.ref}: expected update id {batch.update_id} again, which a part of "
@@ -435,7 +444,7 @@ class EmbeddingWorker:
             arrays = self._compensated(batch, arrays, seen, maxima, gradients.num_averaged)
         sums, nan_samples, nan_rows = sum_gradients(batch, arrays, maxima, self._threads)
         servers = [x for x in range(self._num_servers) if x not in batch.acknowledged]
-        requests = split_update(batch, gradients, sums, hints, servers)
+        requests = split_update(batch, gradients, sums, looked_up, servers)
         batch.update_id = gradients.update_id
         failure: Exception | None = None
         replies = self._servers.update(requests, (self._incarnation, batch.ref))
@@ -638,14 +647,7 @@ def _checked_gradients(
     given: dict[str, Any] = {item.name: item.gradient for item in gradients.gradients}
     if len(given) != len(gradients.gradients) or given.keys() - names:
         check_names([x.name for x in gradients.gradients], names, "the batch of this ref")
-    scale = gradients.scale
-    with np.errstate(all="ignore"):
-        unscale = np.float32(1.0 / scale) if scale > 0.0 else np.float32(np.nan)
-    if not np.isfinite(unscale) or unscale == 0.0:
-        raise DataError(
-            f"scale of ref {gradients.ref}: expected a positive number with a reciprocal in "
-            f"f32, got {scale}"
-        )
+    unscale = _ONE if gradients.scale == 1.0 else _unscale(gradients)
     if gradients.num_averaged < 1:
         raise DataError(
             f"num_averaged of ref {gradients.ref}: expected at least 1 rank, got "
@@ -657,17 +659,27 @@ def _checked_gradients(
         if gradient is None:
             arrays.append(None)
         elif (  # what it mostly is, and needs no closer look
-            type(gradient) is np.ndarray
-            and unscale == 1.0
+            unscale is _ONE
             and feature.pooled >= 0
-            and gradient.dtype is _F32
-            and gradient.shape == (packed.batch_size, feature.slot.dim)
-            and gradient.flags.c_contiguous
+            and is_matrix(gradient, packed.batch_size, feature.slot.dim)
         ):
             arrays.append(gradient)
         else:
             arrays.append(_checked_gradient(packed, place, gradient, unscale))
     return arrays
+
+
+def _unscale(gradients: BatchGradients) -> np.float32:
+    """Return what the gradients are multiplied by."""
+    scale = gradients.scale
+    with np.errstate(all="ignore"):
+        unscale: np.float32 = np.float32(1.0 / scale) if scale > 0.0 else np.float32(np.nan)
+    if not np.isfinite(unscale) or unscale == 0.0:
+        raise DataError(
+            f"scale of ref {gradients.ref}: expected a positive number with a reciprocal in "
+            f"f32, got {scale}"
+        )
+    return unscale
 
 
 def _checked_gradient(

@@ -13,6 +13,7 @@ from persia._core.store.blocks import RowBlock
 from persia._files.mapping import Mapping
 from persia._files.open import open_storage
 from persia._files.schema import SavedSchema
+from persia._rpc.messages import LoadNote
 from persia.config import EmbeddingSchema
 from persia.errors import CheckpointError, ConfigError
 from tests.files.support import block, parts_of
@@ -63,7 +64,9 @@ def test_w07_groups_that_were_renumbered_keep_their_rows() -> None:
     names = [group.name for group in mapping.wanted.groups]
     assert mapping.groups == (names.index("item"), names.index("user"), names.index("tag"))
     assert mapping.moves_rows
-    assert mapping.notes == ("features price are new: they start with no rows",)
+    assert mapping.notes == (
+        LoadNote("new", "features price are new: they start with no rows"),
+    )
     rows = block([sign(0, 5), sign(1, 6), sign(0, 2**SHIFT - 1)])
     ((table, found),) = apply(mapping, "table0", rows).items()
     assert table == mapping.wanted.groups[names.index("item")].table
@@ -82,7 +85,7 @@ def test_some_features_alone_can_be_loaded() -> None:
     """Also those alone that are still there."""
     mapping = Mapping.between(saved(OLD), saved(OLD), only={"last_item"})
     gone = Mapping.between(saved(OLD), saved(changed(user=None)))
-    assert "features user of the checkpoint" in gone.notes[0]
+    assert "features user of the checkpoint" in gone.notes[0].text
     assert mapping.groups == (0, -1, -1)
     rows = block([sign(1, 6), sign(0, 5)])
     for each in (mapping, gone):
@@ -113,8 +116,9 @@ def test_the_state_of_another_optimizer_starts_from_initial_values() -> None:
     mapping = Mapping.between(saved(OLD), saved(OLD, "adam"))
     said = "were trained by adagrad and are by adam: the state of their rows starts"
     (note,) = mapping.notes  # one, not one for each group
-    assert said in note
-    assert all(repr(group.name) in note for group in saved(OLD).groups)
+    assert note.kind == "optimizer"
+    assert said in note.text
+    assert all(repr(group.name) in note.text for group in saved(OLD).groups)
     rows = block([sign(0, 5), sign(1, 6)])
     ((_, found),) = apply(mapping, "table0", rows).items()
     np.testing.assert_array_equal(found.values, rows.values)
@@ -159,6 +163,22 @@ def test_rows_of_another_library_of_kernels_are_refused_by_its_name() -> None:
         message = f"the optimizer of feature group .* is {before} in the checkpoint and {after}"
         with pytest.raises(ConfigError, match=message):
             Mapping.between(of(before), of(after))
+
+
+def test_rows_of_other_hashes_of_ids_are_refused_by_their_names() -> None:
+    one, other = (f"native:hash:{digit * 64}" for digit in "01")
+
+    def of(name: str) -> SavedSchema:
+        return saved(changed(tag={"dim": 3} | ({} if name == "none" else {"id_hash": name})))
+
+    assert Mapping.between(of(one), of(one)).notes == ()
+    for before, after in ((one, other), (one, "none"), ("none", one)):
+        message = (
+            f"id_hash of feature group 'tag' is {before} in the checkpoint and {after} here"
+        )
+        with pytest.raises(ConfigError, match=message):
+            Mapping.between(of(before), of(after))
+    assert Mapping.between(of(one), of(other), only=("user", "item", "last_item")).notes == ()
 
 
 def test_rows_scored_by_another_library_are_refused_by_its_name() -> None:

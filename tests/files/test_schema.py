@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,16 @@ def test_numbers_of_options_are_kept_as_they_were_written() -> None:
     assert repr(read["tables"]["table0"]["options"]) == "{'lr': 1, 'eps': 0.5, 'on': True}"
 
 
+def test_hashes_are_written_where_there_are_some() -> None:
+    plain = schema()
+    assert "hashes" not in plain.to_json()
+    (group, *_) = plain.features.values()
+    hashed = replace(plain, hashes={group: "native:one:" + "0" * 64})
+    assert read_json(SavedSchema, hashed.to_json(), "m.json") == hashed
+    text = f"the hash of ids of feature group {group} is none in the first and native:one:0"
+    assert text in plain.differences(hashed)
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
@@ -35,6 +46,8 @@ def test_numbers_of_options_are_kept_as_they_were_written() -> None:
         ("groups", lambda s: s["groups"].append(s["groups"][0])),
         ("groups", lambda s: s.update(prefix_bits=1)),
         ("features.user", lambda s: s["features"].update(user="nothing")),
+        ("hashes.nothing", lambda s: s.update(hashes={"nothing": "native:one:" + "0" * 64})),
+        ("hashes.user", lambda s: s.update(hashes={"user": "md5"})),
         ("tables", lambda s: s["tables"].update({"a/b": s["tables"]["table0"]})),
         ("tables.table0.dim", lambda s: s["tables"]["table0"].update(dim=0)),
         ("tables.table0.policy", lambda s: s["tables"]["table0"].update(policy=1)),

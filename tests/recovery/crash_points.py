@@ -23,19 +23,20 @@ from tests.support import kernels
 
 INITIALIZER = Initializer("uniform", lower=-1.0, upper=1.0)
 NUM_SHARDS = 2
-POLICIES = (("lru", "steps", 40),)
+# The second one's scorer depends on values alone, so that a request may be repeated.
+POLICIES = (("lru", "steps", 40), (kernels.load("scorer", "-DBY_VALUE=2"), None, 0))
 
 
 class Case:
     """One kind of rows, and the requests on them."""
 
     def __init__(
-        self, dtype: str, dim: int, optimizer: str, ttl: bool, twin: str | None = None
+        self, dtype: str, dim: int, optimizer: str, policy: int, twin: str | None = None
     ) -> None:
         self.dtype, self.dim = dtype, dim
         self.optimizer = RowOptimizer(optimizer, 10.0, lr=0.1)
         self.twins = RowOptimizer(twin or optimizer, 10.0, lr=0.1)  # whose bytes are expected
-        self.kind: dict[str, Any] = {"policy": 1 if ttl else 0, "dtype": dtype}
+        self.kind: dict[str, Any] = {"policy": policy, "dtype": dtype}
         random = np.random.default_rng(dim)
         self.requests = [
             (
@@ -127,10 +128,11 @@ def main(directory: str, stride: str) -> None:
     path = Path(directory) / "persia-test.rows"
     total = 0
     for case in (
-        Case("float32", 4, "adagrad", ttl=False),
-        Case("float16", 6, "adam", ttl=True),
-        Case("float32", 8, "sgd", ttl=True),
-        Case("float32", 8, kernels.load("adagrad"), ttl=False, twin="adagrad"),
+        Case("float32", 4, "adagrad", 0),
+        Case("float16", 6, "adam", 1),
+        Case("float32", 8, "sgd", 1),
+        Case("float32", 8, kernels.load("adagrad"), 0, twin="adagrad"),
+        Case("float16", 8, "adagrad", 2),
     ):
         path.unlink(missing_ok=True)
         point = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from persia._rpc.messages import (
     TableSigns,
     UpdateRequest,
 )
-from persia._server.kept_lookups import LONGEST_S, KeptLookups
+from persia._server.kept_lookups import LONGEST_S, LOOKUP_SIGNS, TABLE_SIGNS, KeptLookups
 from persia._server.service import ParameterServer
 from persia.errors import StoreError, UnknownRef
 from tests.support.services import ADAGRAD, SCHEMA, make_servers
@@ -71,7 +72,8 @@ def test_what_is_kept_is_the_newest_within_two_bounds(
     calls: list[tuple[str, int, int]],
 ) -> None:
     now = 0.0
-    kept = KeptLookups(lambda: now, most_signs=20)
+    beside = LOOKUP_SIGNS + TABLE_SIGNS
+    kept = KeptLookups(lambda: now, most_signs=20 + 4 * beside)
     model: dict[int, tuple[float, int]] = {}  # in the order of keeping
     for name, number, count in calls:
         if name == "wait":
@@ -84,12 +86,27 @@ def test_what_is_kept_is_the_newest_within_two_bounds(
             model.pop(number, None)
             model[number] = now, count
             while model and (
-                sum(size for _, size in model.values()) > 20
+                sum(size + beside for _, size in model.values()) > 20 + 4 * beside
                 or next(iter(model.values()))[0] < now - LONGEST_S
             ):
                 del model[next(iter(model))]
         for one in range(6):
             assert num_found(kept, one) == (model[one][1] if one in model else None)
+
+
+def test_lookups_of_few_signs_or_none_are_bounded_too() -> None:
+    kept = KeptLookups(most_signs=1 << 12)
+    tracemalloc.start()
+    try:
+        for number in range(5_000):
+            kept.keep((5, number), (), [])
+            keep(kept, 5_000 + number, 1)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 24 * (1 << 12) * 2
+    assert num_found(kept, 9_999) == 1
+    assert num_found(kept, 5_000) is None
 
 
 def test_places_choose_among_the_signs_of_a_lookup() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._core.kernels import native as kernel_libraries
 from persia._files import catalog
 from persia._files.parts import read_part, take
 from persia._files.storage import LocalStorage
@@ -21,13 +22,21 @@ from persia._rpc.messages import (
     LookupRequest,
     OptimizerSettings,
     PooledOutput,
+    TableEntries,
     WriteRequest,
 )
 from persia._server import restore
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from persia.errors import CheckpointError, ConfigError, PersiaError, ServiceBusy
+from persia.errors import (
+    CheckpointError,
+    ConfigError,
+    ExtensionError,
+    PersiaError,
+    RowsReplaced,
+    ServiceBusy,
+)
 from tests.support import kernels
 from tests.support.fixtures import Monkey
 from tests.support.saving import (
@@ -52,6 +61,7 @@ from tests.support.services import (
     SETTINGS,
     features,
     gradient,
+    hashed,
     make_servers,
     make_worker,
     read_rows,
@@ -91,6 +101,43 @@ def test_adagrad_of_a_user_has_the_bytes_of_the_built_in(tmp_path: Path, count: 
         load(refused, tmp_path)
 
 
+def test_without_its_library_rows_are_evaluated_and_dumped_and_not_trained(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    adagrad = OptimizerSettings(
+        kernels.load("adagrad"), {"lr": 0.1, "initial_accumulator_value": 1e-8}
+    )
+    servers = make_servers(2, optimizer=adagrad)
+    worker = make_worker(servers)
+    train(worker, 0, 3)
+    dump(worker, tmp_path / "a")
+    ids = features({"sum": [[1, 2], [3]]}, requires_grad=False)
+    (wanted,) = worker.lookup_direct(ids).outputs
+    fresh = make_servers(1, hyper=None, optimizer=None)
+    other = make_worker(fresh)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(kernel_libraries, "_libraries", {})
+        assert load(other, tmp_path / "a") == []
+        (found,) = other.lookup_direct(ids).outputs
+        assert found.values.tobytes() == wanted.values.tobytes()  # type: ignore[union-attr]
+        with pytest.raises(ExtensionError, match=r"lookup: the library of native:adagrad:\w+"):
+            train(other, 3, 1)
+        signs = np.array([sign("sum", 1)], np.uint64)
+        zeros = np.zeros((1, 4), np.float32)
+        entries = TableEntries(SCHEMA.slots["sum"].table, signs, zeros, None)
+        with pytest.raises(ExtensionError, match="writing rows: the library of native:adagrad"):
+            fresh[0].set_embedding((entries,))
+        with pytest.raises(ExtensionError, match=r"expected adagrad\.so with sha256"):
+            other.register_optimizer(adagrad)
+        assert rows_of(fresh) == rows_of(servers)
+        dump(other, tmp_path / "b")
+    third = make_servers(3, optimizer=adagrad)
+    assert load(make_worker(third), tmp_path / "b") == []
+    assert rows_of(third) == rows_of(servers)
+    other.register_optimizer(adagrad)
+    assert_alike((worker, servers), (other, fresh), 3, 2)
+
+
 def by_library(*flags: str) -> HyperParameters:
     """Settings of rows that begin by a kernel with the formula of uniform."""
     bounds = {"lower": -1.0, "upper": 1.0}
@@ -121,6 +168,31 @@ def test_rows_by_a_kernel_are_those_of_uniform(tmp_path: Path, count: int) -> No
         assert refused[0].get_embedding_size() == 0
     # Its slots have an initialization of their own.
     load(make_worker(make_servers(1)), tmp_path, "constant")
+
+
+def test_rows_by_hashes_of_ids_are_found_after_a_load_and_others_are_refused(
+    tmp_path: Path,
+) -> None:
+    schema = hashed()
+    one = make_worker(make_servers(2, schema), schema)
+    batch = {"sum": [[5, 6], [7]], "mean": [[8], [9]], "stack": [[1], [2]]}
+    for number in range(3):
+        one.update(gradient(one.lookup_direct(features(batch, number)), (0, number)))
+    dump(one, tmp_path)
+    wanted = one.lookup_direct(features(batch, requires_grad=False)).outputs
+    for count in (1, 3):
+        other = make_worker(make_servers(count, schema), schema)
+        assert load(other, tmp_path) == []
+        found = other.lookup_direct(features(batch, requires_grad=False)).outputs
+        assert [x.values.tobytes() for x in found] == [x.values.tobytes() for x in wanted]  # type: ignore[union-attr]
+    for now, another in (("none", SCHEMA), ("native:hash:", hashed("-DTAG=1"))):
+        servers = make_servers(1, another)
+        message = rf"id_hash of feature group '\w+' is native:hash:\w{{64}} in .* and {now}"
+        with pytest.raises(CheckpointError, match=message):
+            load(make_worker(servers, another), tmp_path)
+        assert servers[0].get_embedding_size() == 0
+    with pytest.raises(ConfigError, match="embedding config"):
+        make_worker(make_servers(1, SCHEMA), schema)
 
 
 def test_a_kernel_for_rows_that_began_by_uniform_is_refused(tmp_path: Path) -> None:
@@ -354,6 +426,47 @@ def test_a_retry_after_a_load_is_applied_once(trained: Trained, tmp_path: Path) 
     before = rows_of(servers)
     assert worker.update(gradient(result, (1, 9))).repeated
     assert rows_of(servers) == before
+
+
+def test_an_update_of_rows_that_were_looked_up_before_a_load_is_refused(
+    dumped: Trained, tmp_path: Path
+) -> None:
+    """As one of a trainer that has died, which an embedding-worker sends again."""
+    worker, servers = dumped
+    before = rows_of(servers)
+    result = worker.lookup_direct(features({"sum": [[x] for x in range(1, 60)]}, 9))
+    load(make_worker(servers), tmp_path)
+    for _ in range(2):
+        with pytest.raises(RowsReplaced, match="update 9 of client 0x1 is of rows that a"):
+            worker.update(gradient(result, (1, 9)))
+    assert rows_of(servers) == before
+    assert [server.stats()["replaced_updates"] for server in servers] == [2, 2]
+    worker.update(gradient(worker.lookup_direct(features({"sum": [[1, 2]]}, 9)), (2, 9)))
+    assert rows_of(servers) != before
+
+
+def test_a_load_of_some_features_refuses_late_updates_of_their_rows_alone(
+    dumped: Trained, tmp_path: Path
+) -> None:
+    worker, servers = dumped
+    ids = [[x] for x in range(1, 60)]
+    late = [worker.lookup_direct(features({"sqrt": ids}, number)) for number in (9, 10)]
+    others = [worker.lookup_direct(features({"sum": ids}, number)) for number in (11, 12)]
+    load(make_worker(servers), tmp_path, "sqrt")
+    before = rows_of(servers)
+    with pytest.raises(RowsReplaced, match="update 9 of client 0x1 is of rows that a"):
+        worker.update(gradient(late[0], (1, 9)))
+    assert rows_of(servers) == before
+    worker.update(gradient(others[0], (1, 11)))
+    assert rows_of(servers) != before
+    load(make_worker(servers), tmp_path, "sum")  # another one, which sqrt does not share
+    before = rows_of(servers)
+    for one, number in ((late[1], 10), (others[1], 12)):
+        with pytest.raises(RowsReplaced):
+            worker.update(gradient(one, (1, number)))
+    assert rows_of(servers) == before
+    worker.update(gradient(worker.lookup_direct(features({"sqrt": ids}, 13)), (1, 13)))
+    assert rows_of(servers) != before
 
 
 def test_loads_wait_for_requests(dumped: Trained, tmp_path: Path, monkeypatch: Monkey) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from persia._core.kernels import native
 from persia._rpc.messages import (
     LookupRequest,
     OptimizerSettings,
@@ -27,7 +28,14 @@ from persia._server.row_settings import ServerSettings
 from persia._server.service import ParameterServer
 from persia._server.state_file import StateFile, path_of, remove_stale
 from persia.config import EmbeddingSchema, ParameterServerConfig
-from persia.errors import CheckpointError, ConfigError, KernelError, StoreError
+from persia.errors import (
+    CheckpointError,
+    ConfigError,
+    ExtensionError,
+    KernelError,
+    RowsReplaced,
+    StoreError,
+)
 from tests.support import kernels
 from tests.support.fixtures import Log, Monkey
 from tests.support.profiles import tries
@@ -84,11 +92,10 @@ def kill(server: ParameterServer) -> None:
     server.state_file.close()
 
 
-def update(server: ParameterServer, number: int) -> UpdateReport:
+def update(server: ParameterServer, number: int, load_id: int | None = None) -> UpdateReport:
     gradients = np.full((len(SIGNS), 4), 1.0 + number, np.float32)
-    return server.update(
-        UpdateRequest((5, number), (TableGradients(0, SIGNS, None, gradients),))
-    )
+    part = TableGradients(0, SIGNS, None, gradients)
+    return server.update(UpdateRequest((5, number), (part,), load_id=load_id))
 
 
 def rows(server: ParameterServer) -> bytes:
@@ -117,6 +124,33 @@ def test_w17_rows_settings_and_applied_updates_are_there_again(directory: Path) 
     third = serve(open_file(directory))
     assert update(third, 8).repeated
     assert update(third, 0).repeated
+
+
+def test_rows_whose_library_is_not_here_are_there_again(
+    directory: Path, tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    trained = ParameterServer(SCHEMA, ParameterServerConfig(capacity=1000))
+    trained.configure(other_settings(seed=7))
+    adagrad = OptimizerSettings(kernels.load("adagrad"), {"lr": 0.1})
+    trained.register_optimizer(adagrad)
+    look(trained)
+    update(trained, 0)
+    dump(make_worker([trained], SCHEMA), tmp_path)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(native, "_libraries", {})
+        first = serve(open_file(directory))
+        load(make_worker([first], SCHEMA), tmp_path)
+        kill(first)
+        second = serve(open_file(directory))
+        assert rows(second) == rows(trained)
+        with pytest.raises(ExtensionError, match="an update: the library of native:adagrad"):
+            update(second, 1)
+        kill(second)
+    third = serve(open_file(directory))
+    third.register_optimizer(adagrad)
+    update(third, 2)
+    update(trained, 2)
+    assert rows(third) == rows(trained)
 
 
 def test_what_was_cleared_stays_so(directory: Path) -> None:
@@ -221,7 +255,38 @@ def test_a_server_killed_in_a_load_knows_it_has_half(tmp_path: Path, directory: 
     kill(second)
     third = serve(open_file(directory))
     assert rows(third) == before
-    assert not update(third, 2).repeated
+    reply = third.lookup(LookupRequest(3, True, (TableSigns(0, SIGNS),)))
+    assert reply.load_id
+    with pytest.raises(RowsReplaced):  # of rows that were looked up before any load
+        update(third, 2, load_id=0)
+    assert not update(third, 2, load_id=reply.load_id).repeated
+
+
+def test_a_load_of_some_features_is_known_after_a_kill(tmp_path: Path, directory: Path) -> None:
+    first = begun(directory)
+    worker = make_worker([first], first._schema)
+    dump(worker, tmp_path)
+    load(worker, tmp_path, "plain")
+    kill(first)
+    second = serve(open_file(directory))
+    with pytest.raises(RowsReplaced):
+        update(second, 2, load_id=0)
+    reply = second.lookup(LookupRequest(3, True, (TableSigns(0, SIGNS),)))
+    assert not update(second, 2, load_id=reply.load_id).repeated
+
+
+def test_a_server_that_lost_its_rows_takes_updates_of_rows_that_a_load_had_brought(
+    tmp_path: Path, directory: Path
+) -> None:
+    """Training goes on, and they are counted as missing."""
+    first = begun(directory)
+    worker = make_worker([first], first._schema)
+    dump(worker, tmp_path)
+    load(worker, tmp_path)
+    reply = first.lookup(LookupRequest(3, True, (TableSigns(0, SIGNS),)))
+    (tmp_path / "elsewhere").mkdir()
+    second = configured(serve(open_file(tmp_path / "elsewhere")))
+    assert update(second, 2, load_id=reply.load_id).num_missing == len(SIGNS)
 
 
 def test_rows_that_have_no_room_are_kept(directory: Path, monkeypatch: Monkey) -> None:

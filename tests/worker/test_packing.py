@@ -14,7 +14,15 @@ from persia._core.ids.feature_batch import FeatureBatch
 from persia._rpc.messages import IDFeatures, LookupRequest, TableEntries
 from persia._worker.packing import UNSEEN_AFTER, BatchPlanner
 from persia.config import EmbeddingSchema
-from persia.errors import DataError, DataTypeError, StoreError
+from persia.errors import (
+    ConfigError,
+    DataError,
+    DataTypeError,
+    ExtensionError,
+    KernelError,
+    StoreError,
+)
+from tests.support import kernels
 from tests.support.fixtures import Log
 from tests.support.services import (
     ADAM,
@@ -22,6 +30,7 @@ from tests.support.services import (
     SCHEMA,
     features,
     gradient,
+    hashed,
     make_servers,
     make_worker,
     sign,
@@ -113,6 +122,34 @@ def test_w29_ids_that_masking_folds_together_take_one_step() -> None:
         updates = [arguments[0] for name, arguments in servers[0].calls if name == "update"]
         assert [part.signs.tolist() for part in updates[0].tables] == [[sign("mean", 7)]]
         np.testing.assert_array_equal(updates[0].tables[0].gradients, np.full((1, 4), 2.0))
+
+
+def test_an_id_that_a_hash_fails_for_is_refused_with_its_batch() -> None:
+    schema = hashed()
+    worker = make_worker(make_servers(1, schema), schema)
+    batch = features({"max": [[1]], "sum": [[1, 13]]})
+    for call in (worker.register, worker.lookup_direct):
+        with pytest.raises(KernelError, match=r"feature .sum.: hash native:hash:.* error 7"):
+            call(batch)
+    assert (worker.get_embedding_size(), worker.stats()["in_flight"]) == ([0], 0)
+
+
+def test_a_library_for_ids_that_cannot_be_used_is_an_error_of_the_worker() -> None:
+    for name, error, message in (
+        (kernels.load("adagrad"), ConfigError, "expected a library with a hash"),
+        ("native:absent:" + "0" * 64, ExtensionError, r"expected absent\.so with sha256 0000"),
+    ):
+        schema = EmbeddingSchema.load({"slots_config": {"a": {"dim": 4, "id_hash": name}}})
+        with pytest.raises(error, match=message):
+            make_worker(make_servers(1, schema), schema)
+
+
+def test_hashes_of_ids_may_be_wider_than_signs_have_room_for() -> None:
+    slots = {"a": {"dim": 4, "id_hash": kernels.load("hash")}}
+    schema = EmbeddingSchema.load({"slots_config": slots, "strict_ids": True})
+    worker = make_worker(make_servers(1, schema), schema)
+    worker.lookup_direct(features({"a": [[WIDE, 2**64 - 1]]}))
+    assert worker.get_embedding_size() == [2]
 
 
 def test_strict_ids_refuse_them_before_anything_has_changed() -> None:

@@ -182,25 +182,55 @@ def test_w01_a_row_gone_before_the_update_loses_only_its_own_gradient(missing: i
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("num_servers", [1, 2])  # with one, rows lie as the ids do
 @pytest.mark.parametrize("name", ["sum", "max", "mean", "sqrt", "jagged", "raw", "stack_mean"])
-def test_w03_w04_rows_not_finite_are_left_out(name: str, dtype: Any, bad: float) -> None:
+def test_w03_w04_rows_not_finite_are_left_out(
+    name: str, num_servers: int, dtype: Any, bad: float
+) -> None:
     dim = SCHEMA.slots[name].dim
     full = {name: [[1], [2], [3]]}
     ends = []
     for batch in (full, {name: [[1], [3]]}):  # one bad row, or the same without its sample
-        with faulty_cluster(2, optimizer=ADAGRAD) as (worker, _):
+        with faulty_cluster(num_servers, optimizer=ADAGRAD) as (worker, _):
             worker.release(worker.lookup_direct(features(full)).ref or 0)
             result = worker.lookup_direct(features(batch))
             grads = np.ones((len(batch[name]), dim), dtype)
             if batch is full:
                 grads[1, dim - 1] = bad
+            sent = grads.copy()
             report = worker.update(gradient(result, by_name={name: grads}))
+            np.testing.assert_array_equal(grads, sent)  # the trainer's memory
             assert report.nan_samples == ({name: 1} if batch is full else {})
             assert report.nan_rows == {}
             assert worker.stats().get(f"nan_samples.{name}", 0) == (batch is full)
             (after,) = worker.lookup_direct(features(full, requires_grad=False)).outputs
             ends.append(after.values if isinstance(after, PooledOutput) else after.rows)
     np.testing.assert_array_equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("bad", [0.0, np.inf])
+def test_gradients_that_lie_as_the_rows_do_are_their_sums(bad: float) -> None:
+    """Of several features of a table: with the result of the same ones that lie elsewhere."""
+    slots = {name: {"dim": 2, "pooling": "jagged"} for name in ("one", "two", "three")}
+    schema = EmbeddingSchema.load({"slots_config": slots})
+    ids = {"one": [[1, 2], [2]], "two": [[7], []], "three": [[2, 9], [1]]}
+    memory = np.arange(12, dtype=np.float32)
+    memory[5] += bad
+    apart = {}
+    begin = 0
+    for name, count in (("one", 2), ("two", 1), ("three", 3)):
+        apart[name] = memory[begin : begin + 2 * count].reshape(-1, 2)
+        begin += 2 * count
+    rows = []
+    for by_name in (apart, {name: one.copy() for name, one in apart.items()}):
+        worker = make_worker(make_servers(1, schema), schema)
+        result = worker.lookup_direct(features(ids))
+        report = worker.update(gradient(result, by_name=by_name))
+        assert report.nan_samples == ({"two": 1} if bad else {})
+        outputs = worker.lookup_direct(features(ids, requires_grad=False)).outputs
+        rows.append([one.rows for one in outputs if isinstance(one, JaggedOutput)])
+    for one, other in zip(*rows, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_w03_a_row_without_a_finite_contribution_takes_no_step() -> None:

@@ -28,6 +28,7 @@ from tests.support.services import (
     CONFIG,
     features,
     gradient,
+    hashed,
     make_servers,
     make_worker,
 )
@@ -125,6 +126,28 @@ def test_a_hash_stack_is_only_read(worker: EmbeddingWorker) -> None:
     train(worker, "stack", 1)
     assert sum(worker.count_rows("stack")) == 2
     assert read(worker, "stack", 1).found.tolist() == [1]
+
+
+def test_rows_of_hashed_ids_are_found_by_their_ids() -> None:
+    schema = hashed()
+    worker = make_worker(make_servers(2, schema), schema)
+    train(worker, "sum", 4, 8)
+    # Ids 4 and 5 have one hash, and so one row.
+    assert read(worker, "sum", 4, 5, 6, 8).found.tolist() == [1, 1, 0, 1]
+    assert (
+        read(worker, "sum", 5, 8).values.tobytes() == evaluated(worker, "sum", 4, 9).tobytes()
+    )
+    ones = np.ones((1, 4), np.float32)
+    worker.write_rows(IDRows("max", u64(6), ones, None))
+    assert read(worker, "sum", 7).values.tobytes() == ones.tobytes()
+    with pytest.raises(
+        DataError, match="expected each id once in a write, got 2 ids of 1 rows"
+    ):
+        worker.write_rows(IDRows("sum", u64(6, 7), np.ones((2, 4), np.float32), None))
+    assert worker.delete_rows("sum", u64(5)) == 1
+    assert read(worker, "sum", 4, 8).found.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="got rows of the hashes of native:hash:"):
+        worker.scan_rows(FeatureScan("sum", 0, 0, 5, False))
 
 
 def test_initial_values_of_a_hash_stack_are_summed(worker: EmbeddingWorker) -> None:

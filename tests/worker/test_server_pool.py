@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from persia._cluster.connect import connect_parameter_servers
+from persia._rpc.client import PendingCall
 from persia._rpc.messages import (
     HyperParameters,
     IDsRequest,
@@ -31,7 +33,15 @@ from persia._worker import server_pool
 from persia._worker.server_pool import ServerSet
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig
-from persia.errors import ConfigError, NotReady, ProtocolError, ServiceBusy, ServiceUnavailable
+from persia.errors import (
+    ConfigError,
+    NotReady,
+    ProtocolError,
+    ServiceBusy,
+    ServiceTimeout,
+    ServiceUnavailable,
+)
+from tests.rpc.proxies import TcpProxy
 from tests.rpc.support import PATIENCE_S, Wire
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import (
@@ -432,18 +442,77 @@ def test_where_reads_fail_over_a_dead_server_is_not_waited_for(cluster: Cluster)
         ),
         worker.ready_for_serving,
     )
-    for number, read in enumerate(reads, 1):
+    for read in reads:
         with pytest.raises(NotReady, match=re.escape(address)) as caught:
             read()
         found = caught.value
         assert (found.role, found.replica) == ("embedding-parameter-server", 1)
-        # A machine that is slow gets more time at each try.
-        assert worker._servers._attempts_s[1] == server_pool.ATTEMPT_S * 2**number
     cluster.restart(1)
     until(lambda: is_answered(worker))
     assert worker._servers._attempts_s[1] == server_pool.ATTEMPT_S
     assert repr(worker.lookup_direct(asked)) == repr(expected)
     worker.close()
+
+
+def test_where_reads_fail_over_a_silent_server_is_waited_for_once(tmp_path: Path) -> None:
+    wire = Wire("tcp", tmp_path)
+    server = wire.serve(make_servers(1)[0], role=parameter_server())
+    proxy = TcpProxy(server.address)
+    with contextlib.ExitStack() as stack:
+        stack.callback(wire.close)
+        stack.callback(proxy.close)
+        remotes = connect_parameter_servers(
+            wire.transport, addresses=[proxy.address], timeout_s=20.0
+        )
+        stack.callback(remotes[0].close)
+        schema, config = EmbeddingSchema.load(CONFIG), EmbeddingWorkerConfig()
+        worker = EmbeddingWorker(schema, config, list(remotes), fails_over=True)
+        stack.callback(worker.close)
+        asked = features({"sum": [[1]]}, requires_grad=False)
+        expected = worker.lookup_direct(asked)
+        proxy.hold()
+        began = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(NotReady, match=re.escape(proxy.address)):
+                worker.lookup_direct(asked)
+        # Twice ATTEMPT_S in all. If each read waited so long, it would be 2.8 s at least.
+        assert time.monotonic() - began < 2.5
+        assert worker._servers._attempts_s == [server_pool.ATTEMPT_S]
+        proxy.go()
+        until(lambda: is_answered(worker))
+        assert repr(worker.lookup_direct(asked)) == repr(expected)
+        assert worker._servers._attempts_s == [server_pool.ATTEMPT_S]
+
+
+def test_where_reads_fail_over_a_machine_that_is_slow_gets_more_time(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = EmbeddingWorker(
+        EmbeddingSchema.load(CONFIG),
+        EmbeddingWorkerConfig(),
+        list(cluster.remotes),
+        fails_over=True,
+    )
+
+    def fail(self: PendingCall, attempt_s: float) -> None:
+        raise ServiceTimeout("no answer yet", role="embedding-parameter-server", replica=0)
+
+    with contextlib.closing(worker), monkeypatch.context() as patch:
+        patch.setattr(PendingCall, "result_while_alive", fail)
+        for times in (1, 2, 4, 8):  # it answers for its health, and not the read
+            until(lambda: has_failed_anew(worker))
+            assert worker._servers._attempts_s[0] == server_pool.ATTEMPT_S * times
+        patch.undo()
+        until(lambda: is_answered(worker))
+        assert worker._servers._attempts_s[0] == server_pool.ATTEMPT_S
+
+
+def has_failed_anew(worker: EmbeddingWorker) -> bool:
+    """Whether a read asked the server, and did not remember that it had seemed dead."""
+    before = worker._servers._silent.get(0)
+    with pytest.raises(NotReady):
+        worker.ready_for_serving()
+    return worker._servers._silent.get(0) is not before
 
 
 def is_answered(worker: EmbeddingWorker) -> bool:
