@@ -43,6 +43,10 @@ class KernelError(StoreError):
     """A kernel of a user failed for rows, which are as they were; names kernel and sign."""
 
 
+class RowsReplaced(StoreError):
+    """An update is of rows that a load has replaced since their lookup; it changed nothing."""
+
+
 class NotConfigured(StoreError):
     """A training lookup or an update came before the optimizer or the settings."""
 

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TCP = "tcp://"
@@ -35,8 +36,8 @@ def is_name(address: str) -> bool:
     return False
 
 
-def resolve(name: str) -> list[str]:
-    """Return the addresses of a name's hosts.
+def hosts(name: str) -> list[str]:
+    """Return the addresses of a name's hosts, each with the number of its host.
 
     Raises:
         OSError: If the name is not known now.
@@ -48,23 +49,34 @@ def resolve(name: str) -> list[str]:
         for family in (socket.AF_INET, socket.AF_INET6)
     }
     # A name with addresses of both kinds names the same hosts twice.
-    if len(by_family[socket.AF_INET]) == 1:
-        return [name]  # ZeroMQ looks it up again whenever it connects again
     if by_family[socket.AF_INET]:
         return [f"{TCP}{one}:{port}" for one in by_family[socket.AF_INET]]
     return [f"{TCP}[{one}]:{port}" for one in by_family[socket.AF_INET6]]
 
 
-def resolved(listed: AddressList, timeout_s: float) -> list[str]:
+def resolve(name: str) -> list[str]:
+    """Return as ``hosts``, but the name itself if it has one host, by IPv4.
+
+    ZeroMQ looks it up again whenever it connects again.
+    """
+    found = hosts(name)
+    return [name] if len(found) == 1 and "[" not in found[0] else found
+
+
+def resolved(
+    addresses: Sequence[str],
+    timeout_s: float,
+    hosts_of: Callable[[str], list[str]] = resolve,
+) -> list[str]:
     """Return every address, with the hosts of those names that can be looked up in time."""
     found: dict[str, list[str]] = {}
 
     def look_up(name: str) -> None:
         # A name that is not known has no host that could be asked.
         with contextlib.suppress(OSError, UnicodeError):
-            found[name] = resolve(name)
+            found[name] = hosts_of(name)
 
-    names = [address for address in listed.addresses if is_name(address)]
+    names = [address for address in addresses if is_name(address)]
     # Threads that are left behind, because only the system ends a look-up.
     threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
     for thread in threads:
@@ -75,6 +87,6 @@ def resolved(listed: AddressList, timeout_s: float) -> list[str]:
     known = dict(found)
     return [
         address
-        for entry in listed.addresses
+        for entry in addresses
         for address in known.get(entry, [] if entry in names else [entry])
     ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from persia import env
-from persia._cluster.addresses import TCP, AddressList, is_name, resolved, split
+from persia._cluster.addresses import TCP, AddressList, hosts, is_name, resolved, split
 from persia._cluster.discovery import Discovery
 from persia._rpc.client import Client
 from persia._rpc.methods import Hello, Role, embedding_worker, nn_worker, parameter_server
@@ -78,7 +78,7 @@ def serving_addresses(addresses: Sequence[str] | None) -> tuple[Callable[[], lis
     """
     listed = _list_of(embedding_worker().name, addresses)
     has_names = any(is_name(address) for address in listed.addresses)
-    return lambda: resolved(listed, _RESOLVE_S), has_names
+    return lambda: resolved(listed.addresses, _RESOLVE_S), has_names
 
 
 def connect_nn_workers(
@@ -153,7 +153,9 @@ def current_lists() -> dict[str, AddressList]:
 
 def current_addresses(role: Role, timeout_s: float) -> list[str]:
     """Return every address of a role, with the hosts that its names lead to now."""
-    return resolved(_list_of(role.name), timeout_s)
+    # libzmq would look names up in the thread that moves all messages, and one whose container
+    # is gone may take it many seconds.
+    return resolved(_list_of(role.name).addresses, timeout_s, hosts)
 
 
 def listening_address(

@@ -414,7 +414,7 @@ class Monitor:
         lost = {x.replica_index: client for client, x in found if not self._is_there(client, x)}
         if lost:
             taken = {client.address for client, _ in found if client not in lost.values()}
-            for address in resolved(self._listed, _CHECK_S):
+            for address in resolved(self._listed.addresses, _CHECK_S):
                 if address not in taken:
                     self._seek(address, lost)
 

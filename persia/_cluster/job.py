@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from persia import env
+from persia._cluster.addresses import hosts, resolved
 from persia._cluster.connect import current_addresses
 from persia._rpc.client import Client
 from persia._rpc.methods import (
@@ -235,12 +236,15 @@ class TrainerWatch:
 
     def _ask(self, address: str) -> int | None:
         """Return which process answers at an address; None if none does."""
-        with closing(Client(self._transport, address, nn_worker())) as client:
-            try:
-                return client.hello(_ATTEMPT_S).incarnation
-            except (ServiceError, ConfigError) as error:
-                logger.debug("%s", error)
-                return None
+        # Not by libzmq: where the host is gone, as at the end of a job, it would take so long
+        # that the job's watch, by the same transport, does not learn of the end.
+        for found in resolved([address], _ATTEMPT_S, hosts):
+            with closing(Client(self._transport, found, nn_worker())) as client:
+                try:
+                    return client.hello(_ATTEMPT_S).incarnation
+                except (ServiceError, ConfigError) as error:
+                    logger.debug("%s", error)
+        return None
 
 
 # --- the events of a process ------------------------------------------------------------------

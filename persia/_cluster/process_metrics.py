@@ -136,7 +136,9 @@ def of_server(server: ParameterServer | ReadOnlyParameterServer) -> MetricSource
         for name in ("inserted", "expired", "refused"):
             yield Sample(f"persia_{name}_rows", stats[name])
         yield Sample("persia_recovered_rows", stats.get("recovered_rows", 0))
-        for name in ("rows", "looked_up_ids", "lookups", "updates", "repeated_updates"):
+        for name in ("rows", "looked_up_ids", "lookups", "updates"):
+            yield Sample(f"persia_{name}", stats[name])
+        for name in ("repeated_updates", "replaced_updates"):
             yield Sample(f"persia_{name}", stats[name])
         at = server.checkpointed_at()
         if at is not None:

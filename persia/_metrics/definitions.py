@@ -179,6 +179,8 @@ counter persia_updates
     Updates applied.
 counter persia_repeated_updates
     Updates that had been applied before.
+counter persia_replaced_updates
+    Updates refused, as a load had replaced their rows: of a trainer before this one.
 gauge persia_checkpoint_age_seconds
     Seconds since the last dump in which this server's rows were committed, or since a
     checkpoint was loaded; absent before the first.
@@ -234,7 +236,8 @@ counter persia_inbox_received{what}
 histogram persia_serving_request_seconds{model, version}
     Seconds from a whole request to its whole answer.
 histogram persia_serving_stage_seconds{model, version, stage}
-    Seconds of a request in queue, decode, lookup (of rows), forward and encode.
+    Seconds of a request in queue, decode (its features and joining included), lookup (of
+    rows), forward and encode.
 counter persia_serving_requests{model, version, outcome}
     Requests by outcome: answered, failed.
 counter persia_serving_rows{model, version}

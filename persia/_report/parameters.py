@@ -53,6 +53,8 @@ def _of_schema(schema: EmbeddingSchema) -> dict[str, object]:
         if slot.pooling == "raw":
             words.append(f"sample_fixed_size {slot.sample_fixed_size}")
             words.append(f"padding {slot.padding}")
+        if slot.id_hash is not None:
+            words.append(f"ids hashed by {slot.id_hash}")
         if slot.hash_stack_rounds:
             words.append(f"{slot.hash_stack_rounds} rounds of {slot.hash_stack_size} rows")
         if slot.group != name:

@@ -279,11 +279,13 @@ class BackwardPipeline:
             )
 
     def pack(self, update: InFlightBatch) -> None:
-        """Prepare the copy of CUDA gradients of an update that ``collect`` has not made."""
+        """Start the copy of CUDA gradients of an update that ``collect`` has not made."""
         device = next((one.device for one in update.present() if one.is_cuda), None)
         if device is not None:
-            self._stream = self._stream or _new_stream(device)
+            if self._stream is None or self._stream.device != device:
+                self._stream = _new_stream(device)  # a copy has to be on its own device's
             update.pack()
+            update.start_copy(self._stream)
 
     def _start_worker(self) -> None:
         name = f"persia-backward-{len(self._threads)}"

@@ -141,6 +141,7 @@ class PersiaTrainingBatch:
         self.batch_id = -1
         self.batch_size = batch_size
         self.absent: frozenset[str] = frozenset()  # features that are zeros in every sample
+        self.single: frozenset[str] = frozenset()  # features declared with one id a sample
         self.missing_dense: tuple[str, ...] = ()  # it has none, and the model expects these
         self.leaves: list[Leaf] = []  # of the features with a gradient; empty in evaluation
         self.ticket: InFlightBatch | None = None  # from the lookup on; None in evaluation
@@ -188,12 +189,14 @@ class DeviceTransfer:
                 f"expected the dataset to yield PersiaBatch, got {type(batch).__name__}; a "
                 "torch DataLoader is read by persia.readers.TorchReader(loader, Columns(...))"
             )
-        return PersiaTrainingBatch(
+        found = PersiaTrainingBatch(
             self._copy_all([(each.name, each.data) for each in batch.non_id_type_features]),
             self._copy_all([(each.name, each.data) for each in batch.labels]),
             batch.meta,
             batch.batch_size,
         )
+        found.single = batch.single
+        return found
 
     def copy_streamed(self, batch: StreamedBatch) -> PersiaTrainingBatch:
         """Copy what came in one message, so that its memory is not kept."""

@@ -22,6 +22,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import os
 import secrets
 import threading
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         CutStatus,
         EmbeddingWorker,
         FeatureOrder,
+        LoadNote,
         LoadStatus,
     )
 
@@ -74,10 +76,14 @@ _ASKED_AFTER = 1 / 32
 MAX_DENSE_BYTES = 1 << 36
 # The trainer's file for what no other file holds: generators, scaler, position in the data.
 TRAINER = "trainer.pt"
+# What ``extras`` of a checkpoint's manifest call the job, where it has a name.
+JOB = "job"
 # What a wrapper for data parallelism puts before the names of parameters.
 _PREFIX = "module."
 # What torch.compile() puts into the names of a module's parameters.
 _COMPILED = "_orig_mod"
+# What torch calls a state that is no parameter and no buffer: modules of rows have one.
+_EXTRA_STATE = "_extra_state"
 
 Dense = Mapping[str, bytes]
 T = TypeVar("T")
@@ -97,7 +103,7 @@ def serialized(state: Any, save: Callable[[Any, io.BytesIO], None] = torch.save)
 
 def scripted(model: Any, option: str) -> Any:
     """Return a model, without its wrappers, as TorchScript; it shares the weights."""
-    model = _unwrap_all(model)
+    model = unwrap_all(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{option} needs a torch.nn.Module, got {type(model).__name__}")
     try:
@@ -302,6 +308,8 @@ def _manifest(
         extras[POSITION] = position.to_json(logs[0]["url"])
     if frozen.order is not None:
         extras["features"] = asdict(frozen.order)
+    if (job := env.job_id()) is not None:
+        extras[JOB] = job
     for status in statuses:
         written = read_json(ServerFiles, parse(status.meta.tobytes(), name), name)
         parts += written.parts
@@ -341,11 +349,14 @@ def names_of(features: Iterable[str] | None) -> tuple[str, ...] | None:
 
 
 class Checkpoint:
-    """A checkpoint that is there, its dense files verified as they are read."""
+    """A checkpoint that is there, its dense files verified as they are read.
 
-    def __init__(self, url: str) -> None:
+    It is the newest of the folder, or the one that is named.
+    """
+
+    def __init__(self, url: str, identity: str = "") -> None:
         self.url = url
-        first = chains(url)[0]
+        first = chains(url, identity or None)[0]
         self._storage = first.storage
         self.manifest = first.manifests[-1]
         # What servers wrote by themselves is of no common moment, and not in this folder.
@@ -403,8 +414,14 @@ class CheckpointReader(_Background):
             self.drop()
             raise
 
-    def commit(self, *, blocking: bool) -> list[str]:
+    def commit(
+        self, *, blocking: bool, level_of: Callable[[LoadNote], int] = lambda _: logging.WARNING
+    ) -> list[LoadNote]:
         """Replace the rows that every server holds by those verified.
+
+        Args:
+            blocking: Whether to wait for it.
+            level_of: The level of a note in the log.
 
         Returns:
             What the user should know of it, which is also in the log; if it is ``blocking``.
@@ -413,7 +430,7 @@ class CheckpointReader(_Background):
         if request is None:
             return []
 
-        def run() -> list[str]:
+        def run() -> list[LoadNote]:
             try:
                 statuses = self._await(replace(request, step="commit"), "loaded")
                 # Only now, as all have theirs, is any server's share whole.
@@ -422,7 +439,7 @@ class CheckpointReader(_Background):
                 self.drop()
             notes = list(dict.fromkeys(note for status in statuses for note in status.notes))
             for note in notes:
-                _logger.warning("%s: %s", request.url, note)
+                _logger.log(level_of(note), "%s: %s", request.url, note.text)
             _logger.info(
                 "loaded %d rows from %s", sum(s.num_rows for s in statuses), request.url
             )
@@ -506,7 +523,7 @@ def _load(file: Any, place: str, map_location: Any) -> Any:
 
 def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
     """Return a state dict as the instance takes it, having changed nothing, or raise."""
-    instance = _unwrap_all(instance)
+    instance = unwrap_all(instance)
     is_module = isinstance(instance, torch.nn.Module)
     if not isinstance(state, dict) or (is_module and not all(type(x) is str for x in state)):
         raise CheckpointError(f"expected a state dict in {place}, got {type(state).__name__}")
@@ -520,7 +537,9 @@ def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
     for name in sorted(own.keys() | found.keys()):
         here, there = _shape(own, name), _shape(found, name)
         if here != there:
-            wrong.append(f"{name} is {here} here and {there} there")
+            module = name.removesuffix(_EXTRA_STATE)
+            what = name if module == name else f"{module.rstrip('.') or 'the model'}"
+            wrong.append(f"{what} is {here} here and {there} there")
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
@@ -532,6 +551,8 @@ def check_fit(instance: Any, state: Any, place: str) -> dict[str, Any]:
 def _shape(state: dict[str, Any], name: str) -> str:
     if name not in state:
         return "missing"
+    if name.rpartition(".")[2] == _EXTRA_STATE:
+        return "a module with tables"  # which checks the reference that it has
     shape = getattr(state[name], "shape", None)
     return "no tensor" if shape is None else str(list(shape))
 
@@ -554,7 +575,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], place: str) -> None:
 
 def put_dense(instance: Any, state: dict[str, Any], place: str) -> None:
     """Load a state dict that ``check_fit`` returned."""
-    instance = _unwrap_all(instance)
+    instance = unwrap_all(instance)
     try:
         instance.load_state_dict(state)
     except Exception as exc:  # of whatever is in it
@@ -572,7 +593,7 @@ def _compiled_module(instance: Any) -> Any:
     return getattr(instance, "_modules", {}).get(_COMPILED)
 
 
-def _unwrap_all(instance: Any) -> Any:
+def unwrap_all(instance: Any) -> Any:
     """Return the model inside data-parallel wrappers and ``torch.compile``, in any order."""
     while True:
         inner = unwrap(instance)
@@ -618,7 +639,7 @@ def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, A
 
 def _plain_state(instance: Any) -> dict[str, Any]:
     """Return the state dict of a model, under plain names, or of an optimizer."""
-    state: dict[str, Any] = _unwrap_all(instance).state_dict()
+    state: dict[str, Any] = unwrap_all(instance).state_dict()
     if isinstance(instance, torch.nn.Module) and any(_COMPILED in name for name in state):
         return _renamed(state, _plain_name)
     return state

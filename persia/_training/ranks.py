@@ -223,6 +223,10 @@ class Ranks:
             )
         return results[0]
 
+    def from_first(self, number: int) -> int:
+        """Return what rank 0 gives, of 0 to 2^63 - 1. For the training thread."""
+        return self._steps.meet(number, "for what rank 0 has found")[0]
+
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank. For the training thread."""
         return any(self._steps.meet(int(flag), "to end the step"))

@@ -12,16 +12,20 @@ permit that the batch waited for. The controller begins with one permit, as the 
 matter most. Then it
 
 - lowers the number where rows wait, as far as next to no batch would come late;
-- raises it by one where the loop would wait less. If its steps do not become shorter by a good
-  part of that, it takes the permit back: there servers, or a processor that all share, give no
-  more. Such a trial is repeated now and then, and so is one of a permit less.
+- raises it by one where the loop would wait less. If its steps do not become shorter by a part
+  of that, it takes the permit back: there servers, or a processor that all share, give no more.
+  Where a good part of a step is at stake, waits that become shorter are enough if steps do not
+  become clearly longer, as these vary by more than one permit saves. Such a trial is repeated
+  now and then, and so is one of a permit less.
 
 A pure object: times are given to it, and one thread at a time calls it.
 """
 
 from __future__ import annotations
 
+from math import inf
 from statistics import fmean, median
+from typing import NamedTuple
 
 # Most permits: the bound that "auto" promises.
 MOST = 10
@@ -31,10 +35,26 @@ WINDOW, LONG_WINDOW = 16, 64
 NUM_SHORT = 12
 # Shares of a step: what a permit more must save to be tried, what one less may cost.
 LEAST_GAIN, MOST_COST = 0.006, 0.003
-# Share of it by which steps have to become shorter.
-KEPT_GAIN = 0.25
+# Share of it by which steps have to become shorter. Small: where a processor is shared, one
+# permit saves less than steps vary, and if it is taken back it is not soon tried again.
+KEPT_GAIN = 0.1
+# Share of a step above which waits decide, as they vary less: a permit that is to save more is
+# kept if half of that is saved and steps are longer by less than it. One whose absence is to
+# cost more is given up for a trial only if the last ones all failed.
+LARGE = 0.05
 # Windows until the next trial, after one that was taken back: doubled up to the second.
 REST, LONGEST_REST = 1, 32
+
+
+class _Trial(NamedTuple):
+    """A number of permits that is tried."""
+
+    permits: int  # before it
+    longest_step: float  # seconds with which it is kept
+    longest_waits: float = inf  # seconds, as well
+
+    def is_kept(self, step: float, waits: float) -> bool:
+        return step <= self.longest_step and waits <= self.longest_waits
 
 
 class PermitController:
@@ -49,7 +69,7 @@ class PermitController:
         self._busy: list[float] = []
         self._late: list[float] = []
         self._held: list[float] = []
-        self._trial: tuple[int, float] | None = None  # permits before it, longest step to keep
+        self._trial: _Trial | None = None
         self._goes_up = True  # the next trial does
         self._rest = 0  # windows until then
         self._next_rest = REST
@@ -81,13 +101,13 @@ class PermitController:
         # A pause of the loop, as for an evaluation, says nothing of a step; a wait does.
         step = median(self._busy) + waits
         trial, self._trial = self._trial, None
-        if trial is not None and step > trial[1]:
+        if trial is not None and not trial.is_kept(step, waits):
             self._goes_up = not self._goes_up
             self._rest, self._next_rest = (
                 self._next_rest,
                 min(2 * self._next_rest, LONGEST_REST),
             )
-            self._set(trial[0])
+            self._set(trial.permits)
             return
         if trial is not None:
             self._rest, self._next_rest = 0, REST
@@ -102,10 +122,13 @@ class PermitController:
     def _num_spare(self, step: float, waits: float) -> int:
         """Return how many permits less would cost next to nothing."""
         for fewer in range(self.permits - 1, 0, -1):
-            then = fmean(max(late + fewer * step, 0.0) for late in self._late)
-            if then - waits <= MOST_COST * step:
+            if self._cost(fewer, step, waits) <= MOST_COST * step:
                 return fewer
         return 0
+
+    def _cost(self, fewer: int, step: float, waits: float) -> float:
+        """Return seconds by which the loop would wait longer with ``fewer`` permits less."""
+        return fmean(max(late + fewer * step, 0.0) for late in self._late) - waits
 
     def _begin_trial(self, step: float, waits: float) -> None:
         # As many batches more in the same time, if the loop is fast enough for them.
@@ -115,10 +138,19 @@ class PermitController:
         gain = min(waits - then, most)
         if gain <= LEAST_GAIN * step:
             return
+        is_large = gain > LARGE * step
         if self.permits in (1, self.most):
             self._goes_up = self.permits == 1
-        keeps = step - KEPT_GAIN * gain if self._goes_up else step * (1 + MOST_COST)
-        self._trial = self.permits, keeps
+        elif self._next_rest < LONGEST_REST and (
+            is_large or self._cost(1, step, waits) > LARGE * step
+        ):
+            self._goes_up = True
+        if not self._goes_up:
+            self._trial = _Trial(self.permits, step)
+        elif is_large:
+            self._trial = _Trial(self.permits, (1 + LARGE) * step, waits - gain / 2)
+        else:
+            self._trial = _Trial(self.permits, step - KEPT_GAIN * gain)
         self._set(self.permits + (1 if self._goes_up else -1))
 
     def _set(self, permits: int) -> None:

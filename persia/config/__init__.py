@@ -31,6 +31,7 @@ from persia.config._global import (
 )
 from persia.config._schema import (
     EVICTION_POLICY,
+    ID_HASH,
     OPTIMIZERS,
     POOLINGS,
     USUAL_SIZE,
@@ -50,6 +51,7 @@ from persia.errors import ConfigError
 
 __all__ = [
     "EVICTION_POLICY",
+    "ID_HASH",
     "OPTIMIZERS",
     "POOLINGS",
     "SAME_EVERYWHERE",

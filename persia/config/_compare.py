@@ -33,7 +33,10 @@ def schema_fingerprint(schema: EmbeddingSchema) -> str:
     part of it, nor is what only concerns new rows. One that would be long is a digest.
     """
     slots = {
-        name: [slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size]
+        name: [
+            *(slot.dim, slot.group, slot.table, slot.hash_stack_rounds, slot.hash_stack_size),
+            *([] if slot.id_hash is None else [slot.id_hash]),
+        ]
         for name, slot in schema.slots.items()
     }
     meaning = {
@@ -101,12 +104,13 @@ def _differences(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
 def _facts(meaning: Any, slots: AbstractSet[str]) -> dict[tuple[int, str], object]:
     """Return what a fingerprint says, by rank and name; details of some slots only."""
     facts = {(0, "feature_index_prefix_bit"): meaning["feature_index_prefix_bit"]}
-    for name, (dim, group, _, *stack) in meaning["slots"].items():
+    for name, (dim, group, _, rounds, size, *hashed) in meaning["slots"].items():
         facts[1, f"slots_config.{name}"] = "present"
         if name in slots:
             facts[2, f"slots_config.{name}.dim"] = dim
             facts[2, f"the feature group of slot {name!r}"] = group
-            facts[2, f"slots_config.{name}.hash_stack_config"] = _rows(*stack)
+            facts[2, f"slots_config.{name}.hash_stack_config"] = _rows(rounds, size)
+            facts[2, f"slots_config.{name}.id_hash"] = hashed[0] if hashed else "none"
     for number, group in enumerate(meaning["groups"]):
         facts[3, f"feature group {number}, in the order of the file,"] = group
     for group, settings in meaning["settings"].items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ USUAL_SIZE = 10
 # Modes that hand out one vector per id, so that there is nothing to sum over.
 _PER_ID: tuple[Pooling, ...] = ("raw", "jagged")
 
+_LIBRARY = f"{native.PREFIX}[A-Za-z_][A-Za-z0-9_]*:[0-9a-f]{{64}}"
+
 
 @dataclass(frozen=True, slots=True)
 class Initialization(Choice):
@@ -67,6 +70,10 @@ class Initialization(Choice):
 
     def __post_init__(self) -> None:
         if native.is_native(self.method):
+            if re.fullmatch(_LIBRARY, self.method) is None:
+                raise ConfigError(
+                    f"expected {native.PREFIX}<name>:<sha256> of a library, got {self.method!r}"
+                )
             owner = f"initialization {self.method}"
             options = {name: optim.number(owner, name, x) for name, x in self.options.items()}
         else:
@@ -135,9 +142,9 @@ class GroupOptimizer(Choice):
 
 
 EVICTION_POLICY = Expect(
-    "lru, lfu, or native:<name>:<sha256> of a library",
-    pattern=f"^(lru|lfu|{native.PREFIX}[A-Za-z_][A-Za-z0-9_]*:[0-9a-f]{{64}})$",
+    "lru, lfu, or native:<name>:<sha256> of a library", pattern=f"^(lru|lfu|{_LIBRARY})$"
 )
+ID_HASH = Expect("native:<name>:<sha256> of a library", pattern=f"^{_LIBRARY}$")
 
 # Beyond these a time, in milliseconds, would not fit where it is kept.
 _MAX_SECONDS = 1 << 50
@@ -245,6 +252,8 @@ class _SlotKeys(Section):
     embedding_summation: bool | None = None  # the original's word for pooling: false is ``raw``
     # The original's word: with true, a sum is divided by the root of the number of ids.
     sqrt_scaling: bool | None = None
+    # The name of a library whose hashes stand for ids; None for the ids themselves.
+    id_hash: Annotated[str, ID_HASH] | None = None
     # A table of fixed size for a feature with too many ids.
     hash_stack_config: _HashStackKeys = field(default_factory=lambda: _HashStackKeys(0, 0))
     # Read because old files hold it: it is computed from the groups, and must be 0.
@@ -368,6 +377,7 @@ class Slot:
     pooling: Pooling  # how the vectors of one sample's ids become the model's input
     sample_fixed_size: int = 10  # ids kept of each sample, in ``raw`` pooling only
     padding: Padding = "back"  # where the others' zeros are; ``front`` keeps the last ids
+    id_hash: str | None = None  # library whose hashes stand for ids; None: ids do
     # Rows that an id's vector is summed from; 0 for none, where an id has one row.
     hash_stack_rounds: int = 0
     hash_stack_size: int = 0  # rows of each round
@@ -468,6 +478,10 @@ def _number_groups(
     return group_of, groups
 
 
+# Keys of a slot that make a row, or say which one is an id's.
+_SHARED = ("dim", "initialization", "admit_probability", "id_hash", "hash_stack_config")
+
+
 def _check_groups_agree(
     keys: _EmbeddingKeys, group_of: Mapping[str, str], document: Document
 ) -> None:
@@ -477,7 +491,7 @@ def _check_groups_agree(
         group = group_of[name]
         other = first.setdefault(group, name)
         theirs = keys.slots_config[other]
-        for setting in ("dim", "initialization", "admit_probability", "hash_stack_config"):
+        for setting in _SHARED:
             mine, other_value = getattr(slot, setting), getattr(theirs, setting)
             if mine != other_value:
                 raise document.error(
@@ -563,6 +577,7 @@ def _resolve(
             pooling=pooling,
             sample_fixed_size=slot.sample_fixed_size,
             padding=slot.padding,
+            id_hash=slot.id_hash,
             hash_stack_rounds=stack.hash_stack_rounds,
             hash_stack_size=stack.embedding_size,
             group=group,

@@ -115,13 +115,13 @@ Named = Annotated[dict[str, T], _Lax()]
 class Model:
     """Base of the dataclasses that documents are read as.
 
-    A field's metadata may give ``key``, its name in documents.
+    A field's metadata may give ``key``, its name in documents, and ``optional``.
     """
 
     __slots__ = ()
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
     requires_all: ClassVar = False
-    """Whether a document has to give fields with a default too."""
+    """Whether a document has to give fields with a default too, but ``optional`` ones."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
@@ -136,7 +136,8 @@ class Model:
         for field, own in fields:
             if "key" in own.metadata:
                 field["validation_alias"] = own.metadata["key"]
-            if cls.requires_all and field["schema"]["type"] == "default":
+            is_optional = not cls.requires_all or "optional" in own.metadata
+            if not is_optional and field["schema"]["type"] == "default":
                 field["schema"] = field["schema"]["schema"]
         schema = core_schema.no_info_before_validator_function(cls.prepare, schema)
         return core_schema.no_info_after_validator_function(_checked, schema, ref=reference)

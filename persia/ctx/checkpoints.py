@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from persia import env
-from persia._files.manifest import feature_order
+from persia._files import catalog
+from persia._files.manifest import feature_order, number_of
 from persia._files.open import folder_url
 from persia._training import checkpoint
 from persia._training.progress import merge, of_one_pass, random_states, set_random_states
@@ -115,8 +116,8 @@ class Checkpoints:
         url = folder_url(src_dir, "src_dir")
         names = checkpoint.names_of(features)
         is_speaker = not env.get_rank()  # asks the servers, for all ranks
+        opened = _open(url, ranks)
         with _on_all_ranks(ranks):
-            opened = checkpoint.Checkpoint(url)
             order = feature_order(opened.manifest, url)
             # First, because a wrong dim of the embeddings shows in the dense net as well.
             if is_speaker:
@@ -129,9 +130,10 @@ class Checkpoints:
             except BaseException:
                 self.reader.drop()
                 raise
-        with _on_all_ranks(ranks):
+        with self.connection.load_lock, _on_all_ranks(ranks):
             if is_speaker:
                 self.reader.commit(blocking=blocking or ranks is not None)
+        self.connection.num_loads += 1  # what was looked up meanwhile is of before, too
         for name, state in states.items():
             checkpoint.put_dense(dense[name], state, name)
         is_served = not self._trains and self.connection.backward is None
@@ -179,6 +181,27 @@ def _on_all_ranks(ranks: Ranks | None) -> Iterator[None]:
         raise failure
     if has_failed:
         raise CheckpointError("another rank could not load the checkpoint: see its output")
+
+
+def _open(url: str, ranks: Ranks | None) -> checkpoint.Checkpoint:
+    """Open the newest checkpoint, on all ranks that which rank 0 finds.
+
+    A folder need not look the same from everywhere: file systems of a network keep old lists.
+    """
+    if ranks is None:
+        return checkpoint.Checkpoint(url)
+    found: list[checkpoint.Checkpoint] = []
+    with _on_all_ranks(ranks):
+        if not ranks.rank:
+            found.append(checkpoint.Checkpoint(url))
+    identity = found[0].id if found else ""
+    number, token = number_of(identity) if identity else (0, "0")
+    number, bits = ranks.from_first(number), ranks.from_first(int(token, 16))
+    with _on_all_ranks(ranks):
+        if not found:
+            identity = catalog.id_of(number, bits) if number else ""
+            found.append(checkpoint.Checkpoint(url, identity))
+    return found[0]
 
 
 class TrainerState:

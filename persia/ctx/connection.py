@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,8 @@ class Connection:
         _connections[id(worker)] = self
         self.order = SharedOrder(worker)  # of features, as models receive them
         self.stream: Stream | None = None  # of data-loaders, from the first that is read
+        self.num_loads = 0  # of rows, so far
+        self.load_lock = threading.RLock()  # held by loads, and by lookups beside training
         self.is_back = False  # in another process, that goes on where this one ends
         self._tables: dict[tuple[str, bool], Table] = {}
         self.reported: Mapping[str, float] = {}  # replaced, not changed: other threads read it

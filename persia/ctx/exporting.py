@@ -107,5 +107,6 @@ def _sample(ctx: Any, inputs: PersiaBatch | None) -> PersiaTrainingBatch:
         batch_size=inputs.batch_size,
         requires_grad=False,
     )
+    batch.single = inputs.single  # which its features do not say
     found: PersiaTrainingBatch = ctx.get_embedding_from_data(batch)
     return found

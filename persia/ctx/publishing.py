@@ -43,7 +43,7 @@ class PublishingCtx(EmbeddingCtx):
 
         Args:
             dst: As of ``export``, as are ``options``.
-            every_s: Seconds between two versions, at least.
+            every_s: Seconds to the first version, and between two, at least.
             rows: ``checkpoint``, or ``log`` for versions whose rows go on by the change log
                 that the servers write.
             **options: As of ``export``.

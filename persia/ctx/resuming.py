@@ -5,6 +5,8 @@
                                         the process ends with 143
     entering the first TrainCtx         loads the newest checkpoint of PERSIA_RESUME_FROM, or,
                                         if there is none yet, writes one of the beginning
+    the same without that variable      loads the newest of its folder if it is of this job
+                                        (PERSIA_JOB_ID), or begins
 
 Of several ranks all end at the same step, that at which the first of them was asked to.
 """
@@ -21,9 +23,10 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from persia import env
-from persia._files.catalog import ids
+from persia._files import catalog
 from persia._files.open import folder_url, open_storage
 from persia._process_exit import mark_slow_end
+from persia._training.checkpoint import JOB
 from persia.ctx.publishing import PublishingCtx
 from persia.errors import ConfigError
 
@@ -45,6 +48,7 @@ STATUS = 128 + signal.SIGTERM
 _STEP_SHARE = 1 / 3
 
 _has_resumed = False  # of this process, which is one training
+_has_begun = False  # the same
 
 
 class Termination:
@@ -150,32 +154,68 @@ class ResumingCtx(PublishingCtx):
     def _enter(self) -> None:
         super()._enter()
         if self._folder is None:
+            self._note_beginning()
             return
         self._termination = Termination(env.grace_period_s() * _STEP_SHARE)
         self._termination.listen()
         try:
             self._begin_where_it_was()
         except BaseException as exc:
-            self._exit(exc)
+            try:
+                self._exit(exc)
+            except BaseException as own:  # as in __exit__
+                logger.error("leaving %s also failed: %r", type(self).__name__, own)
             raise
 
     def _begin_where_it_was(self) -> None:
         global _has_resumed
-        if self._resume_from is None or _has_resumed:
+        if _has_resumed:
             return
         with self._replacing():
             # Rank 0 looks for all of them: a folder need not look the same from everywhere.
-            is_there = self.rank_id == 0 and bool(ids(open_storage(self._resume_from)))
+            is_there = self.rank_id == 0 and self._has_checkpoint(str(self._folder))
             if self._ranks is not None:
                 is_there = self._ranks.any(is_there)
             if is_there:
-                self.load_checkpoint(self._resume_from)
+                self.load_checkpoint(str(self._folder))
             else:
-                logger.info("%s has no checkpoint yet: training begins", self._resume_from)
-                # Or a trainer that is killed before the first one would go on from rows that
-                # have been trained, with a net that has not.
-                self.dump_checkpoint(self._resume_from)
+                self._note_beginning()
+                if self._resume_from is not None:
+                    logger.info("%s has no checkpoint yet: training begins", self._resume_from)
+                    # Or a trainer that is killed before the first one would go on from rows
+                    # that have been trained, with a net that has not.
+                    self.dump_checkpoint(self._resume_from)
         _has_resumed = True
+
+    def _has_checkpoint(self, url: str) -> bool:
+        """Whether there is one to go on from: any of PERSIA_RESUME_FROM, else of this job."""
+        job = env.job_id()
+        if self._resume_from is None and job is None:
+            return False
+        storage = open_storage(url)
+        newest = catalog.latest(storage)
+        if newest is None or self._resume_from is not None:
+            return newest is not None
+        return bool(catalog.load(storage, newest).extras.get(JOB) == job)
+
+    def _note_beginning(self) -> None:
+        """Warn of rows that are older than this training, if it begins with none."""
+        global _has_begun
+        if _has_begun or self.rank_id:
+            return
+        _has_begun = True
+        servers = self._connected().connection.worker.server_stats()
+        count = sum(one.get("recovered_rows", 0) for one in servers)
+        if count:
+            logger.warning(
+                "parameter servers began with %d rows that were trained before, under the same "
+                "%s (%s), and this training begins with a net that was not: a start of all "
+                "processes needs another name, or a checkpoint to go on from (%s)",
+                count,
+                env.run_id.name,
+                env.run_id(),
+                env.resume_from.name,
+            )
 
     def _exit(self, raised: BaseException | None) -> None:
         termination, self._termination = self._termination, None
@@ -187,7 +227,10 @@ class ResumingCtx(PublishingCtx):
             super()._exit(raised)
             return
         with contextlib.ExitStack() as stack:
-            stack.push(lambda kind, own, trace: termination.close(raised or own))
+            # What the body raised has precedence, here as in __exit__.
+            stack.push(
+                lambda kind, own, trace: termination.close(own if raised is None else raised)
+            )
             stack.callback(super()._exit, raised)
             if termination.is_requested and isinstance(raised, SystemExit | None):
                 termination.held = True

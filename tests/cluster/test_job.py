@@ -61,6 +61,17 @@ def test_a_trainer_that_is_another_process_is_noticed(place: Place) -> None:
                 assert events.get(timeout=PATIENCE_S) == Event("restarted")
 
 
+def test_a_trainer_by_name_is_looked_up_beside_the_thread_of_other_calls(
+    place: Place, monkeypatch: Monkey
+) -> None:
+    rank = place.serve(0, 1, "tcp://127.0.0.1:0", role=nn_worker())
+    name = f"tcp://trainer:{rank.address.rpartition(':')[2]}"
+    hosts_of(monkeypatch, {"trainer": ["127.0.0.1"]})  # which libzmq does not know
+    events: Events = SimpleQueue()
+    with closing(TrainerWatch(place.transport, {name: None}, events)):
+        assert events.get(timeout=PATIENCE_S) == Event("restarted")
+
+
 def test_signals_and_failures_come_one_after_the_other() -> None:
     error = ValueError("lost my mind")
     before = signal.getsignal(signal.SIGTERM), threading.excepthook

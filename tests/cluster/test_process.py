@@ -63,7 +63,7 @@ def test_calls_before_there_is_a_service_are_answered_with_what_is_missing(
     )
     with closing(remote):
         with pytest.raises(ServiceBusy, match="waits: it warms up"):
-            remote.client.call("stats", timeout_s=0.3)
+            remote.client.call("stats", timeout_s=1.5)
         process.server.service = SimpleNamespace(stats=lambda: {"rows": 3})
         assert remote.client.call("stats") == {"rows": 3}
 

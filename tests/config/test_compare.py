@@ -49,6 +49,9 @@ def test_the_difference_of_two_configs_is_named() -> None:
     other = {"feature_index_prefix_bit": 9}
     assert diff(CONFIG | other) == "feature_index_prefix_bit is 8 there and 9 here"
     other = copy.deepcopy(CONFIG)
+    other["slots_config"]["mean"]["id_hash"] = (hashed := "native:one:" + "0" * 64)
+    assert f"slots_config.mean.id_hash is none there and {hashed} here" in diff(other)
+    del other["slots_config"]["mean"]["id_hash"]
     other["slots_config"]["stack_max"]["hash_stack_config"]["embedding_size"] = 77
     assert "slots_config.stack_max.hash_stack_config is 3 rounds of 5 rows there" in diff(other)
     assert "3 rounds of 77 rows here" in diff(other)

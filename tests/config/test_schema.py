@@ -212,9 +212,17 @@ BAD = [
     (f"{STACK}}}}}}}", "slots_config.a.hash_stack_config.embedding_size: the key is required"),
     (f"{STACK}embedding_size: 0}}}}}}", "embedding_size: 2 rounds need at least 1 row, got 0"),
     (f"feature_index_prefix_bit: 60\n{STACK}embedding_size: 9}}}}}}", "do not fit into 4 bits"),
+    (
+        "slots_config: {a: {dim: 8, id_hash: md5}}",
+        "a.id_hash: expected native:<name>:<sha256> ",
+    ),
     ("slots_config: {a: {dim: 8, admit_probability: 1.5}}", "a.admit_probability: expected a"),
     ("slots_config: {a: {dim: 8, initialization: {mean: 0}}}", "a.initialization.method: "),
     ("slots_config: {a: {dim: 8, initialization: {method: norml}}}", "did you mean 'normal'?"),
+    (
+        "slots_config: {a: {dim: 8, initialization: {method: 'native:x'}}}",
+        "a.initialization: expected native:<name>:<sha256> of a library, got 'native:x'",
+    ),
 ]
 
 
@@ -232,6 +240,7 @@ def test_bad_keys_and_values_name_their_place(text: str, message: str) -> None:
         ("dim", 8, 16),
         ("admit_probability", 0.5, None),
         ("initialization", {"method": "zeros"}, {"method": "constant", "value": 0}),
+        ("id_hash", "native:one:" + "0" * 64, None),
         (
             "hash_stack_config",
             {"hash_stack_rounds": 2, "embedding_size": 10},

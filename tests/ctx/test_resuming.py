@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from persia import env
 from persia._cli.run import _on_sigterm
 from persia._training.checkpoint import CheckpointReader, CheckpointWriter
 from persia._training.ranks import Ranks
+from persia._worker.service import EmbeddingWorker
 from persia.ctx import resuming
 from persia.ctx.resuming import STATUS, Termination
 from persia.data import DataLoader
-from persia.errors import CheckpointError, ConfigError
+from persia.errors import CheckpointError, ConfigError, ServiceUnavailable
 from tests.distributed.batches import make_batch
 from tests.distributed.net import make_ctx
 from tests.support.fixtures import Monkey
@@ -52,9 +54,10 @@ def train(
     ask_at: int = 0,
     at_end: Callable[[], object] = bool,
     ranks: Ranks | None = None,
+    folder: Path | None = None,
 ) -> int:
     """Train until a number of steps; returns after which step it began."""
-    with make_ctx(checkpoint_every=every) as ctx:
+    with make_ctx(checkpoint_every=every, checkpoint_folder=folder) as ctx:
         begun, ctx._ranks = ctx.update_times, ranks
         for batch in DataLoader(BATCHES, reproducible=True):
             if ctx.update_times + 1 == ask_at:
@@ -84,6 +87,44 @@ def test_a_run_that_has_no_checkpoint_yet_leaves_one_of_its_beginning(
     caplog.clear()
     assert train(8) == 0
     assert "order" not in caplog.text  # of features, which it cannot have
+
+
+def test_rows_that_are_older_than_a_training_are_warned_of(
+    monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As servers have them that begin with packets of a start of the same name."""
+    monkeypatch.setattr(resuming, "_has_begun", False)
+    monkeypatch.setattr(EmbeddingWorker, "server_stats", lambda _: [{"recovered_rows": 7}, {}])
+    for count in (1, 1):  # once in a process
+        with make_ctx():
+            assert caplog.text.count("began with 7 rows that were trained before") == count
+
+
+def test_a_job_goes_on_from_the_newest_checkpoint_of_its_own(
+    tmp_path: Path, monkeypatch: Monkey
+) -> None:
+    """As where a queue has stopped it: nothing names a folder but its script."""
+    monkeypatch.delenv("PERSIA_RESUME_FROM", raising=False)
+    begins = []
+    for job, steps in (("monday", 5), ("monday", 6), ("tuesday", 4), (None, 1)):
+        monkeypatch.setattr(resuming, "_has_resumed", False)  # another process
+        monkeypatch.setattr(resuming, "_has_begun", False)
+        with env.changed(PERSIA_JOB_ID=job):
+            begins.append(train(steps, folder=tmp_path))
+    # The third finds one of another job, and the last does not know of which job it is.
+    assert begins == [0, 3, 0, 0]
+
+
+def test_rows_of_a_checkpoint_are_not(
+    folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ctx() as ctx:
+        ctx.dump_checkpoint(folder)
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    monkeypatch.setattr(resuming, "_has_begun", False)
+    monkeypatch.setattr(EmbeddingWorker, "server_stats", lambda _: [{"recovered_rows": 7}, {}])
+    with make_ctx():
+        assert "trained before" not in caplog.text
 
 
 def test_sigterm_ends_a_step_writes_a_checkpoint_and_ends_the_process(
@@ -223,13 +264,13 @@ def test_sigterm_while_the_block_is_left_ends_the_process_as_well(
         ask()
         wait(self)
 
-    def leave() -> None:
-        with make_ctx():
-            monkeypatch.setattr(CheckpointWriter, "wait", asked)
-
     with pytest.raises(SystemExit) as ended:
-        leave()
+        train(5, at_end=lambda: monkeypatch.setattr(CheckpointWriter, "wait", asked))
     assert ended.value.code == STATUS
+    monkeypatch.undo()
+    monkeypatch.setenv("PERSIA_RESUME_FROM", str(folder))
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    assert train(8) == 3  # the one before, as servers may be gone when it is known
 
 
 def test_sigterm_before_an_error_reaches_the_program_behind_it(
@@ -251,6 +292,25 @@ def test_sigterm_before_an_error_reaches_the_program_behind_it(
     with pytest.raises(SystemExit) as ended:
         go_on()
     assert ended.value.code == STATUS
+
+
+def test_an_error_of_leaving_does_not_replace_the_end(
+    folder: Path, monkeypatch: Monkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that caught it would go on, and SIGTERM would not end it any more."""
+
+    def fail(self: CheckpointWriter) -> None:
+        raise ServiceUnavailable("parameter server 0: no connection")
+
+    assert train(5) == 0
+    monkeypatch.setattr(resuming, "_has_resumed", False)
+    monkeypatch.setenv("PERSIA_GRACE_PERIOD", "0.03")
+    asked_in(monkeypatch, CheckpointReader, "verify")
+    monkeypatch.setattr(CheckpointWriter, "wait", fail)
+    with pytest.raises(SystemExit) as ended:
+        train(8)
+    assert ended.value.code == STATUS
+    assert "parameter server 0: no connection" in caplog.text
 
 
 def test_an_error_in_the_last_checkpoint_is_logged(

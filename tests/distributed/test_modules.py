@@ -6,12 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from persia.serving import Predictor
 from tests.distributed.conftest import SCRIPTS
 from tests.support.processes import Cluster, run
-from tests.support.twins import DIM, ROWS, Twins, batches, twins
+from tests.support.twins import DIM, OF_MODES, OF_WAYS, ROWS, Twins, batches, twins
 
 pytestmark = pytest.mark.slow  # jobs whose processes load torch
 
@@ -98,6 +100,21 @@ def test_over_servers_200_steps_equal_torchs_and_those_of_one_process(tmp_path: 
     assert found["late"].tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
+@pytest.mark.parametrize("kind", ["eager", "compiled"])
+def test_over_servers_200_steps_of_every_way_equal_torchs(kind: str, optimizer: str) -> None:
+    """Of a bag whose ids have weights, and eager also of each pooling."""
+    cases = OF_WAYS if kind == "compiled" else OF_WAYS | OF_MODES
+    slots = {"dim": DIM, "pooling": "jagged"}
+    tables = [f"{case}.{table}" for case in cases for table in ("user", "item")]
+    with Cluster({"slots_config": dict.fromkeys(tables, slots)}, num_servers=2) as cluster:
+        cluster.start_servers()
+        words = sys.executable, str(SCRIPTS / "alike.py"), optimizer, kind
+        ran = run(*words, env=cluster.environment, timeout_s=300.0)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines() == list(cases)
+
+
 def assert_rows_by_id(found: dict[str, Any]) -> None:
     assert torch.equal(found["read"], found["again"]["user"])
     assert found["before"] == ROWS
@@ -113,6 +130,13 @@ def test_two_ranks_train_as_one_does_on_the_joined_batch(tmp_path: Path) -> None
     assert_equal_torchs(found, both)
     # Sums of two ranks' updates are rounded in the order in which they come.
     assert_goes_on(found, 1e-5)
+    # One version, which rank 0 has written, has what both ranks have trained.
+    assert found["numbers"] == [1, 0]
+    predictor = Predictor(tmp_path / "saved-versions" / "net" / "1")
+    ids = np.arange(ROWS)
+    answer = predictor({"users": ids[:, None], "items": ids})["output"]
+    assert np.abs(answer - found["scores"].numpy()).max() < 1e-6
+    predictor.close()
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from persia.data import DataLoader
+from tests.distributed.batches import make_batch
 from tests.distributed.conftest import run_job
 from tests.distributed.net import make_ctx
 
@@ -36,6 +39,21 @@ def test_all_ranks_begin_where_rank_0_says(tmp_path: Path) -> None:
         ctx.dump_checkpoint(folders[1])
     (ranks,), _ = run_job(1, "4", resume_from=folders)
     assert [len(rank["losses"]) for rank in ranks] == [4, 4]
+
+
+def test_all_ranks_load_the_checkpoint_that_rank_0_finds(tmp_path: Path) -> None:
+    """Rank 1 sees a newer one, as it may where rank 0's file system keeps an old list."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    with make_ctx() as ctx:
+        ctx.dump_checkpoint(new)
+        shutil.copytree(new, old)
+        for batch in DataLoader([make_batch(number) for number in range(2)]):
+            output, labels = ctx.forward(batch)
+            ctx.backward((output - (labels or [])[0]).square().mean())
+        ctx.dump_checkpoint(new, keep_last=2)
+    (ranks,), _ = run_job(1, "4", resume_from=[str(old), str(new)])
+    assert [len(rank["losses"]) for rank in ranks] == [4, 4]
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
 
 
 @pytest.mark.parametrize(("name", "is_equal"), [("bytegrad", True), ("decentralized", False)])

@@ -22,12 +22,13 @@ from .fakes import DIM, SpyWorker, make_batch
 @pytest.fixture(autouse=True)
 def clean_process(no_job: None) -> Iterator[None]:
     """No test sees a rank or servers of its surroundings, or leaves a thread or context."""
+    before = set(threading.enumerate())  # stores of modules in other tests keep theirs
     yield
     assert _context_stack.current() is None
     # The fan-out threads of several servers live as long as the servers do.
     left = [
         thread
-        for thread in threading.enumerate()
+        for thread in set(threading.enumerate()) - before
         if thread.name.startswith("persia-") and "fan-out" not in thread.name
     ]
     if left:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,41 @@ def test_waits_that_a_permit_does_not_shorten_take_it_back() -> None:
     gaps = [after - before for before, after in itertools.pairwise(trials)]
     assert gaps == sorted(gaps)
     assert gaps[-1] > 4 * gaps[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_steps_that_vary_do_not_take_back_what_shortens_waits_by_much(seed: int) -> None:
+    rng = random.Random(seed)
+    controller = PermitController()
+    for _ in range(NUM_SHORT):
+        busy_s = rng.uniform(0.8, 1.2) * STEP
+        before = controller._num_windows
+        while controller._num_windows == before:
+            controller.note(busy_s, 2 * STEP * 0.45 ** (controller.permits - 1), 1.0)
+    assert controller.permits >= 5
+
+
+@pytest.mark.parametrize(("extra", "most"), [(1.3, 1.5), (1.6, 1.5)])
+def test_waits_that_become_busy_time_are_worth_no_permits(extra: float, most: float) -> None:
+    """As where a processor is shared, and what works ahead takes from it."""
+    controller = PermitController()
+    seen = []
+    for _ in range(200):
+        saved = 1 - 0.5 ** (controller.permits - 1)
+        before = controller._num_windows
+        while controller._num_windows == before:
+            controller.note((1 + extra * saved) * STEP, (1 - saved) * STEP, 1.0)
+        seen.append(controller.permits)
+    assert sum(seen[100:]) / 100 < most
+
+
+def test_a_permit_that_is_needed_is_not_given_up_for_a_trial() -> None:
+    controller = PermitController()
+    controller.permits, controller._goes_up = 2, False
+    # A permit less would cost a whole step, one more saves 2 % of it.
+    for _ in range(10):
+        note(controller, 0.02 * STEP)
+        assert controller.permits >= 2
 
 
 def test_waits_for_the_dataset_are_worth_no_permit() -> None:

@@ -86,6 +86,17 @@ def use_before_an_optimizer() -> dict[str, Any]:
     return found
 
 
+def export(both: Twins, path: str) -> dict[str, Any]:
+    """Export a model by all ranks; return what each got, and the scores of this one."""
+    ids = torch.arange(ROWS)
+    numbers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, persia.nn.export(both.ours, path, (ids.view(-1, 1), ids)))
+    both.ours.eval()
+    scores = both.ours(ids.view(-1, 1), ids).detach()
+    both.ours.train()
+    return {"numbers": numbers, "scores": scores}
+
+
 def rows_by_id(both: Twins) -> dict[str, Any]:
     """Read, write, count and drop rows of a table, and look one up again."""
     table = both.ours.user.table
@@ -116,6 +127,8 @@ def main() -> None:
     else:
         found["losses"] = train(both, int(steps), rank, world_size)
     found |= state(both)
+    if folder and world_size > 1:
+        found |= export(both, folder[0] + "-versions/net")
     if folder:
         persia.nn.save(both.ours, folder[0], both.our_optimizer)
         train(both, 3, rank, world_size, seed=2)
