@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from persia.embedding import optim as of_rows
 from persia.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 __all__ = [
     "FTRL",
@@ -47,6 +48,18 @@ __all__ = [
 ]
 
 
+if not TYPE_CHECKING:  # for which an unknown name stays unknown
+
+    def __getattr__(name: str) -> Any:
+        found = getattr(torch.optim, name, None)
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+            raise AttributeError(
+                f"persia.optim.{name}: there is none for rows, but there are "
+                f"{', '.join(__all__[:-1])}; torch's own steps other parameters"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 class TableOptimizer(torch.optim.Optimizer):
     """Base of the optimizers of rows.
 
@@ -57,7 +70,9 @@ class TableOptimizer(torch.optim.Optimizer):
         max_row_norm: Scale the gradient of each row down to this norm.
         max_norm: Scale the gradient of each table down to this norm.
         weight_bound: Keep each value of a row within this after a step; 0 for no bound.
-        fused: Step when a backward has ended; ``step`` then steps other parameters only.
+        fused: Step when a backward has ended; ``step`` then steps other parameters only. So
+            gradients are not added up over several backwards, nor clipped by torch.
+        foreach: Ignored: torch's word for how it computes, which is not how rows are stepped.
         options: Others of the class of this name in ``persia.embedding.optim``.
 
     To freeze a table, call ``requires_grad_(False)`` of its module: it then sends nothing.
@@ -78,6 +93,7 @@ class TableOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         weight_bound: float = 0.0,
         fused: bool = False,
+        foreach: bool | None = None,
         **options: Any,
     ) -> None:
         name = type(self).__name__
@@ -90,10 +106,11 @@ class TableOptimizer(torch.optim.Optimizer):
         accepted = inspect.signature(self.rows.__init__).parameters
         self._options = {key: value for key, value in vars(settings).items() if key in accepted}
         self.is_fused = fused
+        self._num_fused: Counter[ModuleTable] = Counter()  # steps since the last ``step``
         self._inner: torch.optim.Optimizer | None = None  # of parameters that are no tables
         self._is_ready = False
         self._seen: list[Any] = []  # groups, and their parameters, of which these are found
-        self._found: list[tuple[dict[str, Any], ModuleTable]] = []
+        self._found: dict[ModuleTable, dict[str, Any]] = {}
         groups = _groups(params)
         if not any(isinstance(group.get("table"), str) for group in groups):
             raise ConfigError(
@@ -130,11 +147,7 @@ class TableOptimizer(torch.optim.Optimizer):
             settings = self.rows(**{name: group[name] for name in self._options})
             key = repr((settings, group["weight_bound"]))
             alike.setdefault(key, (settings, group["weight_bound"], []))[2].append(table)
-            table.after_backward = (
-                functools.partial(self._step_fused, group)
-                if self.is_fused
-                else note_accumulated
-            )
+            table.after_backward = self._step_fused if self.is_fused else note_accumulated
         for settings, bound, tables in alike.values():
             attach_optimizer(tables, settings.settings(), bound)
         self._make_inner()
@@ -167,45 +180,54 @@ class TableOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._inner is not None:
-            of_tables = {id(group) for group, _ in self._tables()}
+            of_tables = set(map(id, self._tables().values()))
             self._inner.param_groups = [x for x in self.param_groups if id(x) not in of_tables]
             self._inner.state = self.state
             self._inner.step()
         if not self.is_fused:
             self._step_tables(self._tables())
+        for table, count in self._num_fused.most_common(1):
+            if count > 1:
+                table.warn(
+                    f"fused=True has stepped its rows {count} times, once for each backward, "
+                    "since the step() before: gradients are not added up, nor clipped by "
+                    "torch; leave it out if they shall be, as torch's fused= is another thing"
+                )
+        self._num_fused.clear()
         return loss
 
-    def _tables(self) -> list[tuple[dict[str, Any], ModuleTable]]:
-        """Return the groups of tables, found again where others have taken their places."""
+    def _tables(self) -> Mapping[ModuleTable, dict[str, Any]]:
+        """Return the groups by table, found again where others have taken their places."""
         now = [one for group in self.param_groups for one in (group, group["params"])]
         if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
-            found = [(group, _table_of(group)) for group in self.param_groups]
-            self._found = [(group, table) for group, table in found if table is not None]
+            found = [(_table_of(group), group) for group in self.param_groups]
+            self._found = {table: group for table, group in found if table is not None}
             self._seen = now
         return self._found
 
-    def _step_tables(self, tables: list[tuple[dict[str, Any], ModuleTable]]) -> None:
+    def _step_tables(self, tables: Mapping[ModuleTable, dict[str, Any]]) -> None:
         steps = []
-        for group, table in tables:
+        for table, group in tables.items():
             if table.anchor.grad is None or not table.anchor.requires_grad:
                 table.pending.drop()
                 continue
             steps.append(
                 TableStep(table, float(group["lr"]), group["max_row_norm"], group["max_norm"])
             )
-        step(steps, float(env.get_world_size() or 1))
+        step(steps, env.get_world_size() or 1)
 
-    def _step_fused(self, group: dict[str, Any], table: ModuleTable) -> None:
+    def _step_fused(self, table: ModuleTable) -> None:
         note_accumulated(table)
+        self._num_fused[table] += 1
         with torch.no_grad():
-            self._step_tables([(group, table)])
+            self._step_tables({table: self._tables()[table]})
         table.anchor.grad = None
         table.pending.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of rows, and of other parameters."""
         super().zero_grad(set_to_none=set_to_none)
-        for _, table in self._tables():
+        for table in self._tables():
             table.pending.drop()
 
 

@@ -61,7 +61,8 @@ def read_original(
 
     Raises:
         CheckpointError: The dump is not whole, or a file is not what it should be.
-        ConfigError: The feature is unknown, or has a hash stack; another hash found its rows.
+        ConfigError: The feature is unknown, or has a hash stack or a hash of ids; another hash
+            found its rows.
         DimMismatch: Its rows have another dim, or another state than ``optimizer`` keeps.
     """
     path = Path(folder)
@@ -74,6 +75,11 @@ def read_original(
         raise ConfigError(
             f"feature {feature!r}: its hash stack was filled by the original's hash, so that "
             "no id finds its rows here: train them again"
+        )
+    if slot.id_hash is not None:
+        raise ConfigError(
+            f"feature {feature!r}: expected the embedding config of the original's job, which "
+            f"knew no id_hash, got {slot.id_hash}: leave it out there"
         )
     if optimizer is not None and optimizer not in _SAME_STATE:
         known = ", ".join(_SAME_STATE)

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import itertools
 import json
+import logging
 import secrets
 import tempfile
 import threading
@@ -27,8 +28,9 @@ import torch
 
 from persia import _context_stack, env
 from persia._cluster.embedded import build_embedding_worker
+from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._modules.tables import ModuleTable, all_tables
+from persia._modules.tables import ModuleTable, all_tables, note_name
 from persia._process_exit import mark_participated
 from persia._rpc.messages import (
     HyperParameters,
@@ -52,7 +54,7 @@ from persia.logger import get_logger
 from persia.tables import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -103,6 +105,8 @@ class RowHome:
         self._keeps_ids = isinstance(worker, EmbeddingWorkers)
         self._numbers = itertools.count()
         self.optimizer: OptimizerSettings | None = None  # registered there by modules
+        # Held by loads, and by lookups ahead, which servers would refuse meanwhile.
+        self.load_lock = threading.RLock() if session is None else session.connection.load_lock
         # Of a store that modules have made.
         self.tables: weakref.WeakSet[ModuleTable] = weakref.WeakSet()
         rank = env.get_rank() or 0
@@ -135,6 +139,11 @@ class RowHome:
     def trains(self) -> bool:
         """Whether rows can be trained here: not in a context that evaluates."""
         return self.session is None or self.session.connection.backward is not None
+
+    @property
+    def num_loads(self) -> int:
+        """How often the context has loaded rows; tables count those of ``persia.nn.load``."""
+        return 0 if self.session is None else self.session.connection.num_loads
 
     # --- lookups ----------------------------------------------------------------------------
 
@@ -279,6 +288,7 @@ class RowHome:
 
 _own: list[RowHome] = []  # stores of this process that modules have made
 _job: RowHome | None = None  # of the job's servers
+_threads = ThreadPool(1)  # as many as the stores have; one runs its work in the caller's
 # By id of a session, which the home keeps: of contexts that are entered.
 _of_sessions: dict[int, RowHome] = {}
 
@@ -310,6 +320,11 @@ def homes_of(tables: Sequence[ModuleTable]) -> list[RowHome]:
     if _context_stack.current() is not None:
         return [home_of(table) for table in tables]
     return [table.home or home_of(table) for table in tables]
+
+
+def store_threads() -> ThreadPool:
+    """Return the threads by which rows are pooled and gradients summed."""
+    return _threads
 
 
 def has_home(table: ModuleTable) -> bool:
@@ -378,19 +393,26 @@ def _kind(table: ModuleTable) -> object:
 
 def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> RowHome:
     """Make a store of this process for tables, and write their first rows."""
+    global _threads
+    optimizer = tables[0].optimizer
     if schema is None:
+        for table in tables:
+            table.has_own_rate |= _rate_of(table) != _rate_of(tables[0])
+        alone = [table.name for table in tables if table.has_own_rate]
         schema = EmbeddingSchema.load(
             {
                 "feature_index_prefix_bit": _PREFIX_BITS,
                 "slots_config": {table.name: _slot(table) for table in tables},
-                # An entry of its own gives a table a learning rate of its own.
-                "group_settings": {table.name: {"optimizer": {}} for table in tables},
+                # Tables that differ in nothing are one to the store, and asked for and stepped
+                # in one go. An entry of its own gives one a learning rate of its own.
+                "group_settings": {name: {"optimizer": {}} for name in alone},
             }
         )
-    config = env.global_config_path()
-    worker = build_embedding_worker(schema, GlobalConfig.load({} if config is None else config))
+    path = env.global_config_path()
+    config = GlobalConfig.load({} if path is None else path)
+    _threads = ThreadPool(config.embedded_config.num_threads)
+    worker = build_embedding_worker(schema, config)
     home = RowHome(worker, slots_of(worker))
-    optimizer = tables[0].optimizer
     # What torch.manual_seed decides for nn.Embedding, it decides here.
     seed = (torch.initial_seed() + len(_own)) % (1 << 64)
     initial = Normal(0.0, 1.0).settings()
@@ -407,6 +429,11 @@ def _build(tables: list[ModuleTable], schema: EmbeddingSchema | None) -> RowHome
         table.home = home
         _write_first_rows(table, home)
     return home
+
+
+def _rate_of(table: ModuleTable) -> object:
+    """Return the learning rate that its optimizer was made with."""
+    return None if table.optimizer is None else table.optimizer.options["lr"]
 
 
 def _write_first_rows(table: ModuleTable, home: RowHome) -> None:
@@ -530,6 +557,25 @@ def attach_optimizer(
             _move(leaving, home)
 
 
+def separate_rates(rates: Mapping[ModuleTable, float]) -> None:
+    """Move tables whose rate is no longer that of those with which they are one to a store."""
+    if len(set(rates.values())) == 1 or env.embedding_config_path() is not None:
+        return
+    with _lock:
+        known: dict[tuple[RowHome, int], float] = {}
+        moving: dict[RowHome, list[ModuleTable]] = {}
+        for table, rate in rates.items():
+            home = home_of(table)
+            if (
+                home in _own
+                and known.setdefault((home, home.slots[table.name].table), rate) != rate
+            ):
+                table.has_own_rate = True
+                moving.setdefault(home, []).append(table)
+        for home, leaving in moving.items():
+            _move(leaving, home)
+
+
 def _move(tables: list[ModuleTable], old: RowHome) -> None:
     """Move rows to a new store, with state that begins again, as a checkpoint is loaded.
 
@@ -551,7 +597,46 @@ def _move(tables: list[ModuleTable], old: RowHome) -> None:
             writer.finish(writer.begin(0, dict), folder, 1, blocking=True)
             reader = CheckpointReader(new.worker)
             reader.verify("", folder, tuple(table.name for table in tables))
-            reader.commit(blocking=True)
+            notes = reader.commit(blocking=True, level_of=lambda _: logging.DEBUG)
+        for note in notes:
+            if note.kind == "optimizer":
+                _logger.warning("%s", note.text)
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[ModuleTable, str]) -> Iterator[None]:
+    """Give tables other names, and stores of these without rows, for what the block loads.
+
+    If the block fails, they have the names and rows of before.
+
+    Raises:
+        ConfigError: If an embedding config or servers decide what names there are.
+    """
+    before = {table: (table.name, home_of(table)) for table in names}
+    try:
+        with _lock:
+            leaving: dict[RowHome, list[ModuleTable]] = {}
+            for table, (name, home) in before.items():
+                if home not in _own or env.embedding_config_path() is not None:
+                    raise ConfigError(
+                        f"table {name!r}: it is {names[table]!r} in the checkpoint, and the "
+                        "servers' slots have names of their own; give its module that name"
+                    )
+                leaving.setdefault(home, []).append(table)
+            for tables in leaving.values():
+                for table in tables:
+                    table.name = names[table]
+                _build(tables, None)
+        yield
+    except BaseException:
+        for table, (name, home) in before.items():
+            if table.home is not home:
+                table.home.tables.discard(table)
+            table.name, table.home = name, home
+        raise
+    for table, (name, home) in before.items():
+        home.tables.discard(table)
+        note_name(table, name)
 
 
 def write_rows(

@@ -10,21 +10,21 @@ The modules of a model then cost a comparison each, and their gradients come in 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from persia._core.base.arrays import empty_floats
-from persia._core.kernels.pooling import PoolCalls
 from persia._modules.lookups import (
     LookedUpFeature,
     OpenLookup,
     hand_over,
     note_lookups,
+    of_single,
+    pool,
     sum_parts,
-    threads,
 )
 from persia._modules.requests import AheadRows, put_ahead
 
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._modules.tables import ModuleTable
-
-# Of the forward under way; None if its modules look up themselves.
-current: Joint | None = None
+    from persia._rpc.messages import Floats
 
 # Ids of these compare as the store knows them; others take the way of a module alone.
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -61,17 +59,17 @@ class JointRows:
     is_taken: bool = False
     is_apart: bool = False  # its module has other samples: it took the rows as rows ahead
 
-    def give_up(self) -> bool:
-        """Do without them; False if they were taken."""
+    def give_up(self) -> int:
+        """Do without them; return how many features no module has taken, 0 or 1."""
         if self.is_apart:
             return self.rows.give_up()
         if self.is_taken:
-            return False
+            return 0
         self.is_taken = True
         request, self.feature.request = self.feature.request, None
         if request is not None:
             request.give_up()
-        return True
+        return 1
 
     def part(self) -> None:
         """Leave the rows, without their vectors, to the lookup of a module."""
@@ -105,7 +103,7 @@ class Joint:
         ``offsets`` and what follows are of modules that pool.
         """
         waiting = self._waiting.get(table.key)
-        if not waiting or anchor is not table.anchor or not _is_usual(ids):
+        if not waiting or anchor is not table.anchor or not is_usual(ids):
             return None
         values = ids.numpy().reshape(-1)
         for one in waiting:
@@ -133,7 +131,7 @@ class Joint:
             return False
         if offsets is self._offsets and offsets._version == self._version:
             return True
-        if not _is_usual(offsets) or offsets.dim() != 1:
+        if not is_usual(offsets) or offsets.dim() != 1:
             return False
         if not (offsets.numpy() == np.arange(count)).all():
             return False
@@ -142,7 +140,7 @@ class Joint:
         return True
 
 
-def _is_usual(ids: torch.Tensor) -> bool:
+def is_usual(ids: torch.Tensor) -> bool:
     """Whether ids can be read where they are, and autograd is as it was before the forward."""
     return (
         type(ids) is torch.Tensor
@@ -154,48 +152,64 @@ def _is_usual(ids: torch.Tensor) -> bool:
     )
 
 
-def can_join(table: ModuleTable) -> bool:
+def can_join(anchor: torch.Tensor) -> bool:
     """Whether vectors of a table are what a module would return: f32, of the CPU."""
-    anchor = table.anchor
     return anchor.is_cpu and anchor.dtype is torch.float32 and _saving_hooks is not None
 
 
-def open_joint(rows: Sequence[AheadRows]) -> list[JointRows]:
-    """Pool rows that were asked for, one id per sample, and give them to autograd as one."""
-    global current
-    features = [
-        LookedUpFeature(
-            one.table, "sum", one.given.pooled, one.rows, None, one.request, one.place
-        )
-        for one in rows
-    ]
-    lookup = OpenLookup(features)
-    sizes = [feature.ids.batch_size * feature.table.dim for feature in features]
-    memory = empty_floats(sum(sizes))
-    calls = PoolCalls()
-    outputs = []
-    begin = 0
-    for feature, size in zip(features, sizes, strict=True):
-        # Tensors of their own, not views of one: then a model may change them in place.
-        out = memory[begin : begin + size].reshape(-1, feature.table.dim)
-        calls.pool("sum", feature.rows, None, 1, feature.ids, out)
-        outputs.append(torch.from_numpy(out))
-        begin += size
-    calls.run(threads)
-    note_lookups(features)
-    vectors = _apply(lookup, outputs, *[feature.table.anchor for feature in features])
+class _Current(threading.local):
+    """What the modules of a thread's forward take; None if they look up themselves."""
+
+    joint: Joint | None = None
+
+
+_current = _Current()
+
+
+def current() -> Joint | None:
+    """Return what modules of this thread take now, or None if they look up themselves."""
+    return _current.joint
+
+
+def open_joint(rows: Sequence[AheadRows], vectors: Floats | None = None) -> list[JointRows]:
+    """Give rows that were asked for, one id per sample, to autograd as one; pool them before.
+
+    ``vectors`` are those of the rows, if they are pooled already.
+    """
+    lookup = OpenLookup(of_single(rows), vectors)
+    outputs = vectors_of(lookup, [feature.table.anchor for feature in lookup.features])
     found = [
         JointRows(one, feature, one.given.values.view(np.int64), one.table.version, out)
-        for one, feature, out in zip(rows, features, vectors, strict=True)
+        for one, feature, out in zip(rows, lookup.features, outputs, strict=True)
     ]
-    current = Joint(found)
+    _current.joint = Joint(found)
+    return found
+
+
+def vectors_of(lookup: OpenLookup, anchors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the vectors [B, dim] of each feature, pooled if need be, by one node of autograd.
+
+    A gradient comes to each as it is, and to none that the loss does not reach. Out of one
+    tensor for all, that of each would be copied twice, and zeros be made for the others.
+    """
+    vectors, lookup.vectors = lookup.vectors, None  # or a lookup would keep what is returned
+    memory = pool(lookup.features) if vectors is None else vectors
+    outputs = []
+    begin = 0
+    for feature in lookup.features:
+        dim = feature.table.dim
+        end = begin + feature.ids.batch_size * dim
+        # Tensors of their own, not views of one: then a model may change them in place.
+        outputs.append(torch.from_numpy(memory[begin:end].reshape(-1, dim)))
+        begin = end
+    note_lookups(lookup.features)
+    found: tuple[torch.Tensor, ...] = _apply(lookup, outputs, *anchors)
     return found
 
 
 def close_joint() -> None:
-    """Let modules look up themselves again."""
-    global current
-    current = None
+    """Let modules of this thread look up themselves again."""
+    _current.joint = None
 
 
 class _JointLookup(torch.autograd.Function):

@@ -10,7 +10,9 @@ has copied what was saved) or whose lookup has no request any more is applied by
 
 Of an anchor's gradient the first value is the norm of what its table was handed over, and the
 second a mark, once for each. Whatever scales gradients between backward and step scales both,
-and the step finds the factor in the mark: GradScaler, clipping, averages.
+and the step finds the factor in the mark: GradScaler, clipping, averages. What clips values
+bounds the norm, which is then below that of the rows, by the number that bounds theirs. The
+third is 0, unless the loss has used the anchor itself, as penalties over parameters do.
 """
 
 from __future__ import annotations
@@ -18,23 +20,24 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from persia import env
 from persia._core.base.arrays import empty_floats
-from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.ids.joined_features import PER_ID, POOLINGS, GivenIds
 from persia._core.kernels.pooling import PoolCalls
-from persia._modules.homes import RowHome, homes_of
-from persia._modules.requests import GivenIds, RowRequest, take_ahead
+from persia._modules.homes import RowHome, homes_of, separate_rates, store_threads
+from persia._modules.requests import AheadRows, RowRequest, take_ahead, take_call
 from persia._modules.tables import ModuleTable, note_changes
 from persia._rpc.messages import LearningRate, PooledOutput
 from persia._training.inflight import Leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -42,12 +45,8 @@ if TYPE_CHECKING:
     from persia._training.inflight import InFlightBatch
 
     Maximum = NDArray[np.int32] | None
-
-# A pool of one thread runs its work in the caller's.
-threads = ThreadPool(1)
-
-# The mode of ``Embedding``, in which each id is a sample.
-PER_ID = "none"
+    # By feature f32 [D, dim], one sum per distinct id; and the norm of each, f32 [T].
+    Sums = tuple[list[torch.Tensor], torch.Tensor]
 
 # Gradients without a step, and lookups without a gradient, after which a model is taken for one
 # whose rows are forgotten.
@@ -83,6 +82,7 @@ class OpenLookup:
     """What an operator has looked up, while a gradient of it may come."""
 
     features: list[LookedUpFeature]
+    vectors: Floats | None = None  # flat, as ``pool`` returns them, if they were pooled ahead
 
     def __del__(self, orphans: deque[list[LookedUpFeature]] = _orphans) -> None:
         """Have what no gradient has come for released."""
@@ -108,8 +108,11 @@ class RowGradient:
             request.give_up()
 
 
-# Called when a step has been sent.
-after_step: list[Callable[[], None]] = []
+# The backward that this thread is in, -1 for none. Versions of torch without it do not say.
+_graph_task: Any = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+# Called when a step of these tables has been sent.
+after_step: list[Callable[[Sequence[ModuleTable]], None]] = []
 
 # By address of the ticket's memory, with what notices its end; changes of one key are atomic.
 _open: dict[int, tuple[OpenLookup, weakref.ref[NDArray[np.int64]]]] = {}
@@ -129,7 +132,11 @@ def _new_ticket(lookup: OpenLookup) -> torch.Tensor:
 def release_orphans() -> None:
     """Release the lookups whose graph was dropped without a backward."""
     while _orphans:
-        for feature in _orphans.popleft():
+        try:
+            features = _orphans.popleft()
+        except IndexError:  # another thread has taken the last ones
+            return
+        for feature in features:
             request, feature.request = feature.request, None
             if request is not None:
                 request.give_up()
@@ -164,14 +171,15 @@ def find_rows(
             left.remove(place)
     while left:
         home = homes[left[0]]
+        is_frozen = not tables[left[0]].anchor.requires_grad
         names: dict[str, int] = {}
         for place in left:
-            if homes[place] is home:
+            if homes[place] is home and tables[place].anchor.requires_grad is not is_frozen:
                 names.setdefault(tables[place].name, place)
         left = [place for place in left if names.get(tables[place].name) != place]
         asked = [features[place].asked for place in names.values()]
         request = None
-        if trains and home.trains:
+        if trains and home.trains and not is_frozen:
             batch, rows, size = home.look_up_to_train(asked)
             request = RowRequest(home, batch, tuple(names), size, len(names))
             if not has_gradient:
@@ -188,27 +196,47 @@ def find_rows(
     return OpenLookup([feature for feature in found if feature is not None])
 
 
-def pool(lookup: OpenLookup, out: Floats) -> None:
-    """Fill ``out``, features one behind the other, each [B, dim]."""
+def ahead(
+    tables: Sequence[ModuleTable],
+    ids: NDArray[np.uint64],
+    offsets: NDArray[np.int64] | None,
+) -> OpenLookup | None:
+    """Return what was looked up and pooled ahead for exactly these ids, or None."""
+    release_orphans()
+    call = take_call(tables, ids, offsets)
+    return None if call is None else OpenLookup(of_single(call.rows), call.vectors)
+
+
+def of_single(rows: Sequence[AheadRows]) -> list[LookedUpFeature]:
+    """Return rows of one id per sample as features; of one vector every mode is the sum."""
+    return [
+        LookedUpFeature(
+            one.table, "sum", one.given.pooled, one.rows, None, one.request, one.place
+        )
+        for one in rows
+    ]
+
+
+def pool(features: Sequence[LookedUpFeature]) -> Floats:
+    """Return the vectors of features, flat: one behind the other, each [B, dim]."""
+    sizes = [feature.ids.batch_size * feature.table.dim for feature in features]
+    out = empty_floats(sum(sizes))
     calls = PoolCalls()
     begin = 0
-    for feature in lookup.features:
-        end = begin + feature.ids.batch_size * feature.table.dim
-        target = out[begin:end].reshape(-1, feature.table.dim)
-        pooling = _POOLINGS[feature.mode]
+    for feature, size in zip(features, sizes, strict=True):
+        target = out[begin : begin + size].reshape(-1, feature.table.dim)
+        pooling = POOLINGS[feature.mode]
         feature.maxima = calls.pool(pooling, feature.rows, None, 1, feature.ids, target)
-        begin = end
-    calls.run(threads)
-
-
-_POOLINGS = {"sum": "sum", "mean": "mean", "max": "max", PER_ID: "sum"}
+        begin += size
+    calls.run(store_threads())
+    return out
 
 
 def pool_on_device(lookup: OpenLookup, device: torch.device) -> torch.Tensor:
     """Return what ``pool`` computes, computed by the device."""
     found = []
     for feature in lookup.features:
-        rows = torch.from_numpy(feature.rows).to(device, non_blocking=True)
+        rows = _tensor(feature.rows).to(device, non_blocking=True)
         found.append(_bags(feature, rows).view(-1))
     return torch.cat(found)
 
@@ -218,21 +246,30 @@ def _bags(feature: LookedUpFeature, rows: torch.Tensor) -> torch.Tensor:
     if feature.mode == PER_ID and feature.ids.offsets is None:
         return rows[inverse]
     return torch.nn.functional.embedding_bag(
-        inverse, rows, offsets, mode=_POOLINGS[feature.mode], per_sample_weights=weights
+        inverse, rows, offsets, mode=POOLINGS[feature.mode], per_sample_weights=weights
     )
 
 
 def fill_padding(feature: LookedUpFeature, padding: int, out: torch.Tensor) -> None:
     """Put the row of the padding id where it was asked for; lookups do not train it."""
+    (home,) = homes_of([feature.table])
+    place = weakref.ref(home), home.num_loads
+    if feature.table.padding_place not in (None, place):
+        feature.table.padding_rows.clear()  # they are of a context's, or of before a load
+    feature.table.padding_place = place
     row = feature.table.padding_rows.get(padding)
     if row is None:
         ids = np.array([padding % (1 << 64)], np.uint64)
-        (home,) = homes_of([feature.table])
         (row,) = home.look_up([FeatureBatch.from_single(feature.table.name, ids)])
         feature.table.padding_rows[padding] = row
     if row.any() and feature.kept is not None:
         places = torch.from_numpy(~feature.kept).to(out.device)
-        out.view(-1, feature.table.dim)[places] = torch.from_numpy(row).to(out)
+        out.view(-1, feature.table.dim)[places] = _tensor(row).to(out)
+
+
+def _tensor(rows: Floats) -> torch.Tensor:
+    """Return rows as a tensor; a copy, if they came in a message and must not be written."""
+    return torch.from_numpy(rows if rows.flags.writeable else rows.copy())
 
 
 def _on_device(
@@ -256,9 +293,11 @@ def open_ticket(lookup: OpenLookup, *, has_gradient: bool) -> torch.Tensor:
 def note_lookups(features: Sequence[LookedUpFeature]) -> None:
     """Count lookups that train, and say of many without a backward what may be wrong."""
     for feature in features:
+        if not feature.table.anchor.requires_grad:
+            continue
         pending = feature.table.pending
         pending.num_lookups += 1
-        if pending.num_lookups == MANY_LOOKUPS:
+        if pending.num_lookups - pending.num_followed == MANY_LOOKUPS:
             feature.table.warn(
                 f"{MANY_LOOKUPS} lookups of a model in training mode had no backward, so its "
                 "rows do not learn: is the output detached, or the loss computed without it? "
@@ -275,20 +314,19 @@ def find_lookup(ticket: torch.Tensor) -> OpenLookup | None:
 # --- backward -------------------------------------------------------------------------------
 
 
-def sum_gradients(
-    features: Sequence[LookedUpFeature], gradient: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return the sums per distinct id, f32 [D, dim], of the features of a flat gradient.
+def sum_gradients(features: Sequence[LookedUpFeature], gradient: torch.Tensor) -> Sums:
+    """Return the sums of the features of a flat gradient.
 
     In it features are one behind the other, each [B, dim].
     """
     gradient = gradient.detach().float().reshape(-1)
     sizes = [feature.ids.batch_size * feature.table.dim for feature in features]
     if gradient.device.type != "cpu":
-        return [
+        found = [
             _sum_on_device(feature, part.view(-1, feature.table.dim))
             for feature, part in zip(features, torch.split(gradient, sizes), strict=True)
         ]
+        return found, torch.stack(torch._foreach_norm(found))
     array = gradient.contiguous().numpy()
     parts = []
     begin = 0
@@ -298,24 +336,25 @@ def sum_gradients(
     return sum_parts(features, parts)
 
 
-def sum_parts(
-    features: Sequence[LookedUpFeature], parts: Sequence[Floats]
-) -> list[torch.Tensor]:
-    """Return the sums per distinct id, f32 [D, dim], of gradients f32 [B, dim] by feature."""
+def sum_parts(features: Sequence[LookedUpFeature], parts: Sequence[Floats]) -> Sums:
+    """Return the sums of gradients f32 [B, dim] by feature, whose rows may lie apart."""
     calls = PoolCalls()
     found = []
-    for feature, part in zip(features, parts, strict=True):
-        sums = empty_floats(feature.ids.num_distinct, feature.table.dim)
+    sizes = [feature.ids.num_distinct * feature.table.dim for feature in features]
+    memory = empty_floats(sum(sizes))  # one behind the other, as the rows of a request are
+    begin = 0
+    for feature, part, size in zip(features, parts, sizes, strict=True):
+        sums = memory[begin : begin + size].reshape(-1, feature.table.dim)
+        begin += size
         calls.begin_sums(sums)
-        pooling = _POOLINGS[feature.mode]
+        pooling = POOLINGS[feature.mode]
         calls.pool_grad(pooling, part, None, 1, feature.ids, feature.maxima, None, sums)
         found.append(torch.from_numpy(sums))
-    calls.run(threads)
-    return found
+    return found, torch.from_numpy(calls.run_with_norms(store_threads()))
 
 
 def _sum_on_device(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.Tensor:
-    rows = torch.from_numpy(feature.rows).to(gradient.device).requires_grad_()
+    rows = _tensor(feature.rows).to(gradient.device).requires_grad_()
     with torch.enable_grad():
         (sums,) = torch.autograd.grad(_bags(feature, rows), rows, gradient)
     return sums.detach()
@@ -325,7 +364,7 @@ def weight_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.T
     """Return the gradient of a feature's weights [N]: of each, vector times gradient."""
     inverse, _, _ = _on_device(feature.ids, gradient.device)
     lengths = torch.from_numpy(feature.ids.lengths().astype(np.int64)).to(gradient.device)
-    rows = torch.from_numpy(feature.rows).to(gradient.device)
+    rows = _tensor(feature.rows).to(gradient.device)
     per_id = torch.repeat_interleave(gradient.float(), lengths, dim=0)
     found = (per_id * rows[inverse]).sum(1)
     if feature.kept is None:
@@ -335,18 +374,24 @@ def weight_gradient(feature: LookedUpFeature, gradient: torch.Tensor) -> torch.T
     return padded
 
 
-def hand_over(
-    features: Sequence[LookedUpFeature], sums: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Add gradients to what tables have for the next step; return the anchors' parts [T, 2]."""
-    for feature, one in zip(features, sums, strict=True):
+def hand_over(features: Sequence[LookedUpFeature], sums: Sums) -> torch.Tensor:
+    """Add gradients to what tables have for the next step; return the anchors' parts [T, 3]."""
+    found, norms = sums
+    for feature, one in zip(features, found, strict=True):
         table = feature.table
+        if not table.anchor.requires_grad:
+            continue  # one of several, and frozen
         pending = table.pending
         if pending.num_marks and table.anchor.grad is None:
             pending.drop()  # the anchor's was cleared, by zero_grad of a model or an optimizer
+        if pending.has_ended:
+            if not pending.num_marks and table.anchor.grad is not None:
+                pending.num_marks = len(pending.gradients)  # a user has set the anchor's
+            _drop_unconfirmed(table)
+            pending.has_ended = False
         if pending.num_marks:
             _scale_as_the_anchor(table)
-        pending.num_lookups = 0
+        pending.num_followed = pending.num_lookups
         pending.num_backwards += 1
         if pending.num_backwards >= PATIENCE:
             _warn_of_patience(table)
@@ -355,9 +400,38 @@ def hand_over(
         # A second backward through the same lookup has no request of its own.
         request, feature.request = feature.request, None
         pending.gradients.append(RowGradient(feature.ids.distinct, one, request, feature.place))
-    norms = torch.stack(torch._foreach_norm(list(sums)))
+    _note_end_of_backward([feature.table for feature in features])
     marks = [_MARKS.get(feature.table.anchor.dtype, _MARK) for feature in features]
-    return torch.stack([norms, torch.tensor(marks, dtype=norms.dtype).to(norms.device)], 1)
+    if norms.device.type == "cpu":
+        for feature, norm in zip(features, norms.tolist(), strict=True):
+            feature.table.pending.norm = norm
+    is_one = len(set(marks)) == 1  # nothing that a device would have to be waited for
+    of_marks = torch.full_like(norms, marks[0]) if is_one else norms.new_tensor(marks)
+    return torch.stack([norms, of_marks, torch.zeros_like(norms)], 1)
+
+
+def _note_end_of_backward(tables: Sequence[ModuleTable]) -> None:
+    """Have it noted when the backward under way has ended: anchors have their gradients then.
+
+    One of some inputs only (``backward(inputs=...)``, ``autograd.grad``) leaves other anchors
+    as they were, though it has come to what looked up for all of them.
+    """
+
+    def ended() -> None:
+        for table in tables:
+            table.pending.has_ended = True
+
+    if _graph_task() != -1:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(ended)
+
+
+def _drop_unconfirmed(table: ModuleTable) -> None:
+    """Forget what was handed over and has not come to the anchor."""
+    pending = table.pending
+    for one in pending.gradients[pending.num_marks :]:
+        one.detach()
+    del pending.gradients[pending.num_marks :]
 
 
 def _warn_of_patience(table: ModuleTable) -> None:
@@ -367,8 +441,8 @@ def _warn_of_patience(table: ModuleTable) -> None:
         pending.drop()
         table.warn(
             "its rows have had gradients and no step, so they do not learn: write optimizer = "
-            "persia.optim.Adagrad(persia.nn.sparse_parameters(model), lr=0.05), and "
-            "optimizer.step() behind loss.backward()"
+            "persia.optim.Adagrad(persia.nn.sparse_parameters(model), lr=0.05), after "
+            "persia.nn.convert if it is used, and optimizer.step() behind loss.backward()"
         )
     elif pending.num_backwards == MANY_LOOKUPS:
         table.warn(
@@ -385,14 +459,43 @@ def _scale_as_the_anchor(table: ModuleTable) -> None:
     gradient, pending = table.anchor.grad, table.pending
     if gradient is None:
         return
-    whole = _MARKS.get(gradient.dtype, _MARK) * pending.num_marks
-    factor: torch.Tensor | float = gradient[1].detach().float() / whole
-    if gradient.device.type == "cpu" and (factor := float(factor)) == 1.0:
-        return
     for one in pending.gradients:
-        one.sums = one.sums * factor
+        one.sums = _as_the_anchor(table, one.sums, gradient)
     with torch.no_grad():
-        gradient[1] = whole
+        gradient[1] = _MARKS.get(gradient.dtype, _MARK) * pending.num_marks
+
+
+def _as_the_anchor(
+    table: ModuleTable, sums: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Return sums scaled and bounded as the gradient of their anchor was."""
+    pending, gradient = table.pending, gradient.detach()
+    whole = _MARKS.get(gradient.dtype, _MARK) * max(pending.num_marks, 1)
+    if gradient.device.type != "cpu":
+        # Without a look at them, which would wait for the device: no value is above the norm.
+        sums, limit = sums * (gradient[1].float() / whole), gradient[0].float()
+        is_alone = pending.num_marks and (env.get_world_size() or 1) == 1
+        return sums.clamp(-limit, limit) if is_alone else sums
+    largest, mark, used = gradient.tolist()
+    if abs(used) > 0.0:  # and no NaN, as of a norm that is none
+        table.warn(
+            "the loss uses its parameter, as penalties over parameters do, or something adds "
+            "to its gradient: it is an anchor, which has no row; for a penalty on rows write "
+            "weight_decay= of the optimizer of persia.optim"
+        )
+    if (factor := mark / whole) != 1.0:
+        sums = sums * factor
+    norm = pending.norm * factor
+    if largest < norm and pending.num_marks:
+        num_ranks = env.get_world_size() or 1  # over which DDP averages norms
+        if num_ranks == 1 and largest < norm * (1.0 - 4 * torch.finfo(gradient.dtype).eps):
+            return sums.clamp(-largest, largest)
+        if largest * num_ranks < norm and num_ranks > 1:
+            table.warn(
+                "torch.nn.utils.clip_grad_value_ clips no rows of several ranks; write "
+                "max_row_norm= or max_norm= of the optimizer of persia.optim"
+            )
+    return sums
 
 
 def note_accumulated(table: ModuleTable) -> None:
@@ -405,6 +508,8 @@ def note_accumulated(table: ModuleTable) -> None:
     if gradient is None:
         return
     norm = torch.linalg.vector_norm(merged(table).sums)
+    if norm.device.type == "cpu":
+        pending.norm = float(norm)
     with torch.no_grad():
         # As if all of it had been handed over at once: one mark.
         gradient[1] /= num_marks
@@ -447,16 +552,14 @@ class TableStep:
     def scale(self) -> RowGradient:
         """Apply what has scaled the anchor's gradient since, and the table's own clipping."""
         table = self.table
+        if table.pending.num_marks:  # else a user has set the anchor's gradient
+            _drop_unconfirmed(table)
         given = table.pending.gradients
         gradient: RowGradient = given[0] if len(given) == 1 else merged(table)
         self.ids, self.sums = gradient.ids, gradient.sums
         anchor = table.anchor.grad
         if anchor is not None:
-            one = _MARKS.get(anchor.dtype, _MARK) * max(table.pending.num_marks, 1)
-            if anchor.device.type != "cpu":
-                self.sums = self.sums * (anchor[1].float() / one)
-            elif (factor := anchor.tolist()[1] / one) != 1.0:
-                self.sums = self.sums * factor
+            self.sums = _as_the_anchor(table, self.sums, anchor)
         if self.max_row_norm is not None:
             norms = torch.linalg.vector_norm(self.sums, dim=1, keepdim=True)
             self.sums = self.sums * (self.max_row_norm / (norms + 1e-6)).clamp(max=1.0)
@@ -468,33 +571,45 @@ class TableStep:
 
 def has_pending(table: ModuleTable) -> bool:
     """Whether a table has gradients that no step has used."""
-    return table.pending.num_backwards > 0
+    return bool(table.pending.gradients) and table.pending.num_backwards > 0
 
 
-def step(steps: Sequence[TableStep], reduction: float) -> None:
+def awaits_gradient(table: ModuleTable) -> bool:
+    """Whether a table was looked up for training and had no gradient since."""
+    return table.pending.num_lookups > table.pending.num_followed
+
+
+def num_lookups(tables: Iterable[ModuleTable]) -> int:
+    """Return how many lookups for training tables have had."""
+    return sum([table.pending.num_lookups for table in tables])
+
+
+def step(steps: Sequence[TableStep], num_ranks: int) -> None:
     """Step the rows of tables by what was handed over: each row once, one update per request.
 
-    Gradients are divided by ``reduction``. They stay with the table until they are cleared, as
+    Gradients are divided by ``num_ranks``. They stay with the table until they are cleared, as
     the gradient of a parameter does.
     """
     given = [(one, one.scale()) for one in steps if one.table.pending.gradients]
-    apply(given, reduction)
-    for one, _ in given:
-        one.table.pending.num_backwards = 0
+    apply(given, num_ranks)
+    tables = [one.table for one, _ in given]
+    for table in tables:
+        table.pending.num_backwards = 0
     for listener in list(after_step):
-        listener()
+        listener(tables)
 
 
-def apply(steps: Sequence[tuple[TableStep, RowGradient]], reduction: float) -> None:
+def apply(steps: Sequence[tuple[TableStep, RowGradient]], num_ranks: int) -> None:
     """Step rows by the sums of each ``TableStep``, which are of the distinct ids beside it."""
     release_orphans()
+    separate_rates({one.table: one.lr for one, _ in steps})
     by_request: dict[int, tuple[RowRequest, dict[int, TableStep]]] = {}
     alone: dict[int, tuple[RowHome, list[tuple[TableStep, RowGradient]]]] = {}
     homes = homes_of([one.table for one, _ in steps])
     for (one, gradient), home in zip(steps, homes, strict=True):
         request, gradient.request = gradient.request, None
         known = by_request.get(id(request))
-        if known is not None:
+        if known is not None and known[0].home is home:
             known[1][gradient.place] = one
         elif request is not None and request.home is home and request.batch.is_open():
             by_request[id(request)] = request, {gradient.place: one}
@@ -514,12 +629,12 @@ def apply(steps: Sequence[tuple[TableStep, RowGradient]], reduction: float) -> N
     for request, places in by_request.values():
         by_home.setdefault(id(request.home), (request.home, []))[1].append((request, places))
     for home, updates in by_home.values():
-        _send(home, updates, reduction)
+        _send(home, updates, num_ranks)
     note_changes([one.table for one, _ in steps])
 
 
 def _send(
-    home: RowHome, updates: Sequence[tuple[RowRequest, dict[int, TableStep]]], reduction: float
+    home: RowHome, updates: Sequence[tuple[RowRequest, dict[int, TableStep]]], num_ranks: int
 ) -> None:
     """Queue the updates of requests at one home."""
     engine = home.engine
@@ -538,7 +653,8 @@ def _send(
     except BaseException:
         engine.discard(claimed)
         raise
-    engine.submit(claimed, reduction)
+    # Gradients are those of each rank's own loss, as delay compensation has to know.
+    engine.submit(claimed, 1.0, num_ranks)
 
 
 def _fill(request: RowRequest, places: dict[int, TableStep]) -> None:
@@ -559,6 +675,10 @@ def _fill(request: RowRequest, places: dict[int, TableStep]) -> None:
         for padding in list(one.table.padding_rows):
             if (one.ids == np.uint64(padding % (1 << 64))).any():
                 del one.table.padding_rows[padding]  # it was trained by other means
+    if len(devices := {x.device for _, x in gradients if x is not None}) > 1:
+        # One copy brings all to the host.
+        there = next(one for one in devices if one.type != "cpu")
+        gradients = [(leaf, None if x is None else x.to(there)) for leaf, x in gradients]
     request.batch.gradients, request.batch.rates = gradients, tuple(rates)
 
 

@@ -6,6 +6,8 @@ rows are is in ``homes``, and what they are to be stepped by in ``lookups``.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from persia.errors import ConfigError
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 _logger = get_logger("persia.nn")
 
+# By which references to tables know their process.
+PROCESS = secrets.token_hex(8)
+
 
 @dataclass(slots=True, eq=False)
 class PendingGradients:
@@ -35,8 +40,11 @@ class PendingGradients:
 
     gradients: list[Any] = field(default_factory=list)  # ``RowGradient`` of lookups.py
     num_marks: int = 0  # in the anchor's gradient; those of a backward under way not counted
-    num_lookups: int = 0  # for training, since the last gradient
+    norm: float = 0.0  # of ``gradients``, if they are in memory of the CPU
+    num_lookups: int = 0  # for training
+    num_followed: int = 0  # of these, up to the last gradient
     num_backwards: int = 0  # since the last step
+    has_ended: bool = False  # the backward of the gradients beyond ``num_marks``
 
     def drop(self) -> None:
         """Forget what was handed over."""
@@ -51,31 +59,40 @@ class ModuleTable:
     """A named set of rows that modules look up and that an optimizer of ``persia.optim`` steps.
 
     Attributes:
-        key: Its name, with a number behind ``#`` if a table of that name had another dim
-            before; operators know it by that.
-        anchor: The parameter that stands for the rows in ``parameters()``, f32 [2].
+        key: Its name, with a number behind ``#`` if another table has that key; operators know
+            it by that. A later table may have it again: compiled code serves the next model.
+        identity: What no other table of this process ever has; pickles know it by that.
+        anchor: The parameter that stands for the rows in ``parameters()``, f32 [3].
         optimizer: Settings of what steps it, None before there is one. These and
             ``weight_bound`` decide in which store its rows can be.
         first_rows: To be written before its first lookup: ids u64 [n] and values f32 [n, dim].
         version: Steps and writes so far.
+        num_writes: Writes and loads so far: what was looked up before one is not used after it.
         home: Where its rows are outside contexts, a ``RowHome`` of homes.py; None before its
             first use.
+        has_own_rate: Whether it is stepped at another learning rate than tables like it.
+        is_loaded: Whether its rows were loaded from a checkpoint.
         pending: Its gradients that no step has used.
     """
 
     def __init__(self, name: str, key: str, dim: int, initialization: InitialValues) -> None:
         self.name = name
         self.key = key
+        self.identity = f"{key}@{next(_numbers)}"
         self.dim = dim
         self.initialization = initialization
-        self.anchor = torch.nn.Parameter(torch.zeros(2))
+        # Its last value is not 0, so that a loss that uses it has a gradient of it.
+        self.anchor = torch.nn.Parameter(torch.tensor([0.0, 0.0, 2.0**-20]))
         self.optimizer: OptimizerSettings | None = None
         self.weight_bound = 0.0
         self.first_rows: list[tuple[NDArray[np.uint64], NDArray[np.float32]]] = []
         # By padding id its row, which lookups return and do not train; until it changes.
         self.padding_rows: dict[int, NDArray[np.float32]] = {}
-        self.version = 0
+        self.padding_place: object = None  # the home that they are of, and its loads
+        self.version = self.num_writes = 0
         self.home: Any = None
+        self.has_own_rate = False
+        self.is_loaded = False
         self.pending = PendingGradients()
         # Modules that read its rows, whose buffer ``version`` changes with them.
         self.readers: list[weakref.ref[torch.nn.Module]] = []
@@ -98,7 +115,8 @@ class ModuleTable:
         self.readers.append(weakref.ref(module))
 
     def note_change(self) -> None:
-        """Note that rows have changed."""
+        """Note that rows were written or loaded."""
+        self.num_writes += 1
         note_changes([self])
 
     def warn(self, text: str) -> None:
@@ -135,11 +153,17 @@ def note_changes(tables: Iterable[ModuleTable]) -> None:
 
 
 _lock = threading.Lock()  # guards the tables of this process
+_numbers = itertools.count(1)
 # By key, and by name the one that has it now. A table goes with its last module, unless a user
 # has named it: then its rows are found again by its name.
 _tables: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
 _by_name: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
 _named: dict[str, ModuleTable] = {}
+_by_identity: weakref.WeakValueDictionary[str, ModuleTable] = weakref.WeakValueDictionary()
+# By process and identity there: tables of other processes' pickles, and those that are gone.
+_of_others: weakref.WeakValueDictionary[tuple[Any, Any], ModuleTable] = (
+    weakref.WeakValueDictionary()
+)
 _of_anchors: weakref.WeakValueDictionary[int, ModuleTable] = weakref.WeakValueDictionary()
 
 
@@ -176,15 +200,60 @@ def declare_new(
         return _add(free, dim, initialization)
 
 
+def reference_of(table: ModuleTable) -> dict[str, Any]:
+    """Return what a pickle or a state dict has in place of a table, as JSON has it."""
+    return {
+        "name": table.name,
+        "dim": table.dim,
+        "is_frozen": int(not table.anchor.requires_grad),
+        "is_named": int(is_named(table)),
+        "process": PROCESS,
+        "key": table.identity,
+        "version": table.version,
+    }
+
+
+def of_reference(reference: Mapping[str, Any]) -> ModuleTable:
+    """Return the table of a reference: of this process, of that name, or a new one.
+
+    In another process a name that no user has given is no sign of the same rows.
+    """
+    name, dim = reference["name"], reference["dim"]
+    process, key = reference.get("process"), reference.get("key", "")
+    known = _of_others.get((process, key))
+    if process == PROCESS:
+        known = _by_identity.get(key, known)
+    if known is not None and known.dim == dim:
+        return known
+    make = declare if reference.get("is_named", True) else declare_new
+    table = make(name, dim)
+    if process is not None:
+        _of_others[process, key] = table
+    return table
+
+
+def is_named(table: ModuleTable) -> bool:
+    """Whether a user has named the table, so that its rows are known by the name anywhere."""
+    return _named.get(table.name) is table
+
+
 def _add(name: str, dim: int, initialization: InitialValues | None) -> ModuleTable:
     number, key = 1, name
     while key in _tables:
         number += 1
         key = f"{name}#{number}"
     table = ModuleTable(name, key, dim, initialization or Normal(0.0, 1.0))
-    _tables[key] = _by_name[name] = table
+    _tables[key] = _by_identity[table.identity] = _by_name[name] = table
     _of_anchors[id(table.anchor)] = table
     return table
+
+
+def note_name(table: ModuleTable, before: str) -> None:
+    """Have a table found by the name that it has now, and not by the one ``before``."""
+    with _lock:
+        if _by_name.get(before) is table:
+            del _by_name[before]
+        _by_name[table.name] = table
 
 
 def find(key: str) -> ModuleTable:

@@ -6,20 +6,33 @@ the rows, and the tables themselves, by which it finds the rows. Rows are not in
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from persia._modules.tables import ModuleTable, declare
+from persia import _context_stack, env
+from persia._modules.tables import (
+    PROCESS,
+    ModuleTable,
+    is_named,
+    of_reference,
+    reference_of,
+)
 from persia.errors import CheckpointError
+from persia.logger import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from typing_extensions import Self
+
+_logger = get_logger("persia.nn")
 
 _REFERENCE_SIZE = 256  # bytes, and multiples of it
 
@@ -57,11 +70,14 @@ class RowModule(nn.Module):
         return {**state, "reference": self._reference()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Find the tables of these names, or declare them."""
+        """Find the tables of these references, or declare them."""
         references = state.pop("reference")["tables"]
         given = {**state, "_parameters": {}, "_buffers": {}, "_modules": {}}
         super().__setstate__(given)  # type: ignore[no-untyped-call]
-        self._take([declare(one["name"], one["dim"]) for one in references])
+        self._take([of_reference(one) for one in references])
+        # Modules of one pickle are of one process.
+        call = sys.intern(references[0].get("process", ""))
+        _warn_of_rows(self._tables, references, call)
         for table, one in zip(self._tables, references, strict=True):
             if one["is_frozen"]:
                 table.anchor.requires_grad_(False)
@@ -77,28 +93,31 @@ class RowModule(nn.Module):
         return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
 
     def _reference(self) -> dict[str, Any]:
-        return {
-            "tables": [
-                {
-                    "name": table.name,
-                    "dim": table.dim,
-                    "is_frozen": int(not table.anchor.requires_grad),
-                }
-                for table in self._tables
-            ]
-        }
+        return {"tables": [reference_of(table) for table in self._tables]}
 
     def set_extra_state(self, state: Any) -> None:
         """Check that a state dict is of the same tables."""
-        if isinstance(state, torch.Tensor):
-            state = json.loads(bytes(state.tolist()))
+        self.names_there(state)
+
+    def names_there(self, state: Any) -> list[str]:
+        """Return the names that the tables have in a reference, having checked that it fits.
+
+        Names that a user has given are the same there. Others depend on what models a process
+        has had: such tables are the same if they have the same place in a model.
+        """
+        state = _parsed(state)
         there = [(one["name"], one["dim"]) for one in state["tables"]]
         here = [(table.name, table.dim) for table in self._tables]
-        if here != there:
+        fits = [dim for _, dim in here] == [dim for _, dim in there] and not any(
+            is_named(table) and table.name != name
+            for table, (name, _) in zip(self._tables, there, strict=False)
+        )
+        if not fits:
             raise CheckpointError(
                 f"the state dict is of tables (name, dim) {there}, and the module looks up in "
                 f"{here}"
             )
+        return [name for name, _ in there]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -121,5 +140,68 @@ class RowModule(nn.Module):
             return
         try:
             self.set_extra_state(state_dict[key])
+            references = _parsed(state_dict[key])["tables"]
         except (CheckpointError, KeyError, TypeError, ValueError) as exc:
-            error_msgs.append(f"{key}: {exc}")
+            error_msgs.append(f"{prefix.rstrip('.') or 'the module'}: {exc}")
+            return
+        # The list is one for all modules of a ``load_state_dict``.
+        _warn_of_rows(self._tables, references, error_msgs)
+
+
+class _Warned(threading.local):
+    """What of this thread was warned of last, and whether there is anything to warn of."""
+
+    of: object = None
+    are_rows_loaded: bool = False
+
+
+_warned = _Warned()
+
+
+@contextlib.contextmanager
+def with_rows() -> Iterator[None]:
+    """Load state dicts whose rows are loaded as well."""
+    _warned.are_rows_loaded = True
+    try:
+        yield
+    finally:
+        _warned.are_rows_loaded = False
+
+
+def _parsed(state: Any) -> Any:
+    """Return a reference as ``_reference`` has made it."""
+    return json.loads(bytes(state.tolist())) if isinstance(state, torch.Tensor) else state
+
+
+def _warn_of_rows(
+    tables: Sequence[ModuleTable], references: Sequence[Mapping[str, Any]], call: object
+) -> None:
+    """Say, once for a call, that rows are not those that a model had when it was saved."""
+    # Servers and contexts keep rows, and load those of their own checkpoints.
+    if (
+        _warned.are_rows_loaded
+        or _warned.of is call
+        or env.get_mode() == "services"
+        or _context_stack.current() is not None
+    ):
+        return
+    for table, one in zip(tables, references, strict=True):
+        process = one.get("process")
+        if process is None or (table.is_loaded and process != PROCESS):
+            continue
+        if process != PROCESS:
+            reason = "it is of another process"
+        elif one["key"] != table.identity:
+            reason = "it is of another model"
+        elif one["version"] != table.version:
+            reason = "they have changed since it was made"
+        else:
+            continue
+        _warned.of = call
+        _logger.warning(
+            "table %r: a state dict or pickle has no rows, and those here are not the ones of "
+            "its model, as %s; write persia.nn.save(model, folder) beside it, or in its place, "
+            "and then persia.nn.load(model, folder)",
+            *(table.name, reason),
+        )
+        return

@@ -11,6 +11,8 @@ the rows when the updates of all are applied, and none goes on before.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,18 +23,20 @@ from persia import env
 from persia._files import catalog
 from persia._files.open import folder_url, open_storage
 from persia._files.writer_lock import sole_writer
-from persia._modules.homes import RowHome, home_of
+from persia._modules.homes import RowHome, home_of, renamed
 from persia._modules.tables import ModuleTable
 from persia._training import checkpoint
 from persia._training.ranks import DEFAULT_TIMEOUT_S, RankGroup
 from persia.errors import CheckpointError, ConfigError, ServiceError, ServiceTimeout
-from persia.nn.base import RowModule
+from persia.nn.base import RowModule, with_rows
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
+
+    from persia._rpc.messages import LoadNote
 
 _Place = tuple[str, str]  # a folder, and the id of a checkpoint in it
 
@@ -92,11 +96,23 @@ def save(
             for writer, one in zip(writers, frozen, strict=False):
                 writer.drop(one)
         for place in range(1, len(stores)):
-            storage = open_storage(_folder(url, place))
-            with sole_writer(storage):
-                catalog.keep_last(storage, keep_last)
+            _keep_named(url, place)
 
     by_rank_0("save", lambda: await_updates(stores), write)
+
+
+def _keep_named(url: str, place: int) -> None:
+    """Remove the checkpoints of a store before the first that one of the folder names.
+
+    Not by their number: saves that were cut short have left some that none names.
+    """
+    for identity in catalog.ids(open_storage(url)):
+        named = checkpoint.Checkpoint(url, identity).state(_STORES) or ()
+        if len(named) > place:
+            storage = open_storage(_folder(url, place))
+            with sole_writer(storage):
+                catalog.drop_before(storage, named[place][0])
+            return
 
 
 def load(
@@ -106,6 +122,9 @@ def load(
     map_location: Any = None,
 ) -> None:
     """Load what ``save`` wrote, into a model with the same tables.
+
+    Tables that no user has named, as those of ``convert``, are the same if they have the same
+    place in the model; they then have the names that they have in the checkpoint.
 
     Make the optimizers of ``persia.optim`` before: rows have the state of theirs.
 
@@ -119,45 +138,110 @@ def load(
     dense |= {_OPTIMIZER.format(place): one for place, one in enumerate(optimizers)}
     states: dict[str, Any] = {}
     places: dict[str, _Place] = {}
+    names: dict[ModuleTable, str] = {}
     stores = stores_of(model)
 
     def prepare() -> None:
         opened = checkpoint.Checkpoint(url)
+        files = opened.manifest.files
+        count = sum(_OPTIMIZER.format(place) in files for place in range(len(files)))
+        if optimizers and _MODEL in files and count != len(optimizers):
+            raise CheckpointError(
+                f"{url}: expected as many optimizers as were saved, {count} in this order, or "
+                f"none, got {len(optimizers)}"
+            )
         states.update(opened.fitting(dense, map_location))
+        names.update(_new_names(model, states.get(_MODEL, {}), url))
         places.update(_places_of(opened, url))
         await_updates(stores)
 
-    by_rank_0("load", prepare, lambda: _load_rows(stores, places, url))
+    def read() -> None:
+        with renamed(names), _held(now := stores_of(model)):
+            _load_rows(now, places, url)
+
+    with _held(stores):
+        by_rank_0("load", prepare, read)
     for _, tables in stores:
         for table in tables:
             table.padding_rows.clear()
             table.note_change()
-    for name, state in states.items():
-        checkpoint.put_dense(dense[name], state, name)
+            table.is_loaded = True
+    with with_rows():
+        for name, state in states.items():
+            checkpoint.put_dense(dense[name], state, name)
+
+
+@contextlib.contextmanager
+def _held(stores: list[tuple[RowHome, list[ModuleTable]]]) -> Iterator[None]:
+    """Have lookups ahead wait."""
+    with contextlib.ExitStack() as stack:
+        for home in sorted([home for home, _ in stores], key=id):  # as other threads do
+            stack.enter_context(home.load_lock)
+        yield
+
+
+def _new_names(
+    model: torch.nn.Module, state: Mapping[str, Any], url: str
+) -> dict[ModuleTable, str]:
+    """Return the names that a checkpoint has for tables of other names here, by their place."""
+    found: dict[ModuleTable, str] = {}
+    for path, module in checkpoint.unwrap_all(model).named_modules(remove_duplicate=False):
+        reference = state.get(f"{path}._extra_state".lstrip("."))
+        if not isinstance(module, RowModule) or reference is None:
+            continue
+        try:
+            names = module.names_there(reference)
+        except CheckpointError as exc:
+            raise CheckpointError(f"{url}: {path}: {exc}") from exc
+        for table, name in zip(module._tables, names, strict=True):
+            if found.setdefault(table, name) != name:
+                raise CheckpointError(
+                    f"{url}: modules share table {table.name!r} here, and have "
+                    f"{found[table]!r} and {name!r} there"
+                )
+    if len(set(found.values())) < len(found):
+        raise CheckpointError(
+            f"{url}: modules that share a table there have one each here: "
+            f"{', '.join(f'{one.name!r} is {name!r} there' for one, name in found.items())}"
+        )
+    return {table: name for table, name in found.items() if table.name != name}
 
 
 def _load_rows(
     stores: list[tuple[RowHome, list[ModuleTable]]], places: Mapping[str, _Place], url: str
 ) -> None:
-    readers = []
+    readers: list[tuple[checkpoint.CheckpointReader, bool]] = []
     try:
         for home, tables in stores:
             by_place: dict[_Place, list[str]] = {}
             for table in tables:
                 if table.name not in places:
-                    raise CheckpointError(f"{url}: it has no rows of table {table.name!r}")
+                    there = ", ".join(map(repr, sorted(places)))
+                    raise CheckpointError(
+                        f"{url}: it has no rows of table {table.name!r}, but of {there}"
+                    )
                 by_place.setdefault(places[table.name], []).append(table.name)
             for (folder, identity), names in by_place.items():
                 reader = checkpoint.CheckpointReader(home.worker)
                 reader.verify(identity, folder, tuple(names))
-                readers.append(reader)
+                readers.append((reader, home.optimizer is not None))
                 if len(by_place) > 1:  # a server has one load at a time
-                    readers.pop().commit(blocking=True)
-        for reader in readers:
-            reader.commit(blocking=True)
+                    _commit(*readers.pop())
+        for reader, has_optimizer in readers:
+            _commit(reader, has_optimizer)
     finally:
-        for reader in readers:
+        for reader, _ in readers:
             reader.drop()
+
+
+def _commit(reader: checkpoint.CheckpointReader, has_optimizer: bool) -> None:
+    """Load, and warn of what a user of modules has decided: seeds are drawn by torch."""
+
+    def level_of(note: LoadNote) -> int:
+        is_usual = note.kind == "seed" or (note.kind == "optimizer" and not has_optimizer)
+        return logging.INFO if is_usual else logging.WARNING
+
+    reader.commit(blocking=True, level_of=level_of)
 
 
 def by_rank_0(what: str, prepare: Callable[[], None], act: Callable[[], None]) -> None:
@@ -227,6 +311,15 @@ def stores_of(model: torch.nn.Module) -> list[tuple[RowHome, list[ModuleTable]]]
         raise ConfigError(
             f"expected a model with modules of persia.nn, got {type(model).__name__} with none"
         )
+    names: set[str] = set()
+    for _, tables in found.values():
+        for table in tables:
+            if table.name in names:
+                raise ConfigError(
+                    f"two tables of the model are both named {table.name!r}, as it is made of "
+                    "models that were loaded one by one; save these one by one"
+                )
+            names.add(table.name)
     return list(found.values())
 
 

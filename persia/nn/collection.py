@@ -12,7 +12,7 @@ from persia._modules.rows import ModuleRows
 from persia._modules.tables import ModuleTable, declare
 from persia.errors import ConfigError, DataError
 from persia.nn.base import RowModule
-from persia.nn.modules import MODES, bags
+from persia.nn.modules import MODES, bags, no_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,10 +91,12 @@ class EmbeddingCollection(RowModule):
         if all(isinstance(one, torch.Tensor) and one.dim() == 1 for one in given):
             return torch.cat(given), None
         values, edges, begin = [], [], 0
-        for one in given:
+        for name, one in zip(self.features, given, strict=True):
             if isinstance(one, torch.Tensor) and one.dim() == 1:
                 one = one.unsqueeze(1)
             pair = one if isinstance(one, tuple) else (one, None)
+            if not isinstance(pair[0], torch.Tensor):
+                raise no_tensor(name, pair[0])
             ids, offsets = bags(*pair, include_last_offset=True)
             values.append(ids)
             edges.append(offsets[:-1] + begin)
@@ -120,6 +122,10 @@ class EmbeddingCollection(RowModule):
     ) -> list[torch.Tensor]:
         anchors: list[Any] = list(self._parameters.values())
         trains = self.training and any(anchor.requires_grad for anchor in anchors)
+        if trains and weights is None:
+            apart = ops.look_up_apart(anchors, ids, offsets, self.keys, self.modes)
+            if apart is not None:
+                return list(apart)
         flat = ops.look_up(
             self.version,
             anchors,

@@ -14,6 +14,7 @@ from persia._modules.homes import write_rows
 from persia.embedding import Constant, InitialValues, Normal
 from persia.errors import ConfigError
 from persia.logger import get_logger
+from persia.nn.base import RowModule
 from persia.nn.gather import gather
 from persia.nn.modules import Embedding, EmbeddingBag, TableModule
 
@@ -37,8 +38,9 @@ def convert(
     optimizer of ``persia.optim``; the model's own would step weights that are not used.
 
     Left as they are, with a line in the log: modules with ``max_norm`` or
-    ``scale_grad_by_freq``, subclasses with a ``forward`` of their own, modules with hooks, and
-    those whose weight another module has as well.
+    ``scale_grad_by_freq``, subclasses with a ``forward`` of their own, modules with hooks; with
+    a warning, those whose weight another module has as well. A model that is converted already
+    is returned as it is.
 
     Args:
         model: Any model; its other modules and parameters stay.
@@ -48,7 +50,7 @@ def convert(
         prefix: Put before the names of tables, to tell several models of a process apart.
 
     Raises:
-        ConfigError: If nothing was replaced.
+        ConfigError: If nothing was replaced, now or before.
     """
     if isinstance(model, nn.Embedding | nn.EmbeddingBag):
         holder = nn.ModuleDict({"embedding": model})
@@ -56,10 +58,15 @@ def convert(
         return holder["embedding"]
     replaced: dict[int, TableModule] = {}
     reasons: list[str] = []
+    tied: list[str] = []
     users = _users_of_weights(model)
     for path, parent, name, module in list(_embeddings(model)):
         if id(module) not in replaced:
-            reason = _why_not(module, min_rows, users)
+            weight: Any = module.weight
+            if len(users[id(weight)]) > 1 and len(weight) >= min_rows:
+                tied.append(path)
+                continue
+            reason = _why_not(module, min_rows)
             if reason:
                 reasons.append(f"{path} {reason}")
                 continue
@@ -67,14 +74,35 @@ def convert(
         setattr(parent, name, replaced[id(module)])
     if reasons:
         _logger.info("not converted: %s", "; ".join(reasons))
-    if not replaced:
+    shared = _of_tied(tied)
+    if shared:
+        _logger.warning("not converted: %s", shared)
+    if replaced:
+        gather(model)
+    else:
+        _check_converted(model, [*reasons, *([shared] if shared else [])])
+    return model
+
+
+def _check_converted(model: nn.Module, reasons: list[str]) -> None:
+    """Refuse a model in which nothing is converted, now or before."""
+    if not any(isinstance(one, RowModule) for one in model.modules()):
         raise ConfigError(
             "convert: expected a model with nn.Embedding or nn.EmbeddingBag, got "
             f"{type(model).__name__} with none to replace{': ' if reasons else ''}"
             f"{'; '.join(reasons)}"
         )
-    gather(model)
-    return model
+
+
+def _of_tied(paths: list[str]) -> str:
+    """Say what to write where other modules have the weight of an embedding; "" of none."""
+    if not paths:
+        return ""
+    return (
+        f"{', '.join(paths)}: its weight is another module's too, so it stays in memory and "
+        "has no new ids; in place of a tied output write torch.nn.functional.linear(h, "
+        f"model.{paths[0]}.weight), and convert then"
+    )
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
@@ -94,7 +122,7 @@ def _users_of_weights(model: nn.Module) -> dict[int, set[int]]:
     return users
 
 
-def _why_not(module: Any, min_rows: int, users: dict[int, set[int]]) -> str:
+def _why_not(module: Any, min_rows: int) -> str:
     """Return why a module is left as it is; "" if it is replaced."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     weight = module.weight
@@ -104,8 +132,6 @@ def _why_not(module: Any, min_rows: int, users: dict[int, set[int]]) -> str:
         return f"is a {type(module).__name__} with a forward of its own"
     if module.max_norm is not None or module.scale_grad_by_freq:
         return "has max_norm or scale_grad_by_freq"
-    if len(users[id(weight)]) > 1:
-        return "shares its weight with another module"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return "has hooks"
     if "weight" not in module._parameters:

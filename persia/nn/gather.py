@@ -10,6 +10,8 @@ costs as much in calls as in work. Where the ids are among the arguments is lear
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +39,22 @@ def gather(model: nn.Module) -> None:
             return
     own = Gather()
     model.register_forward_pre_hook(own.begin, with_kwargs=True)
-    model.register_forward_hook(own.end)
+    model.register_forward_hook(own.end, always_call=True)
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward under way."""
+
+    leaves: Leaves
+    rows: list[AheadRows] = field(default_factory=list)
+    joint: list[JointRows] = field(default_factory=list)
+
+
+class _Forwards(threading.local):
+    """The forward of one model that a thread is in."""
+
+    forward: _Forward | None = None
 
 
 class Gather:
@@ -47,10 +64,7 @@ class Gather:
         self.recipes = Recipes()
         self.is_closed = False  # it is of no use for this model
         self._num_wrong = 0  # forwards for which rows were asked in vain
-        # Of the forward under way, or of one that has raised.
-        self._leaves: Leaves | None = None
-        self._rows: list[AheadRows] = []
-        self._joint: list[JointRows] = []
+        self._of_thread = _Forwards()
 
     def __reduce__(self) -> tuple[type[Gather], tuple[()]]:
         return Gather, ()
@@ -61,35 +75,31 @@ class Gather:
             return
         if not model.training or not torch.is_grad_enabled():
             return
-        if self._leaves is not None:
-            self._finish()
-        if requests.missed is not None:
-            return  # a loader is prefetched, or this is a part of another such model
-        if not ops.is_plain():
-            return
-        self._leaves = Leaves((args, kwargs))
+        self._finish()  # one that an interrupt has ended
+        if requests.is_in_forward() or not ops.is_plain():
+            return  # this is a part of another such model
+        forward = self._of_thread.forward = _Forward(Leaves((args, kwargs)))
         if len(self.recipes) >= _FEW:
-            self._rows, self._joint = self.recipes.open_joint(self._leaves)
-        requests.start_recording()
+            forward.rows, forward.joint = self.recipes.open_joint(forward.leaves)
+        requests.begin_forward()
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Learn from a forward."""
-        if not torch.compiler.is_compiling() and self._leaves is not None:
+        """Learn from a forward, also from one that has raised."""
+        if not torch.compiler.is_compiling():
             self._finish()
 
     def _finish(self) -> None:
-        leaves, self._leaves = self._leaves, None
-        rows: list[AheadRows | JointRows] = [*self._rows]
-        if self._joint:
+        forward, self._of_thread.forward = self._of_thread.forward, None
+        if forward is None:
+            return
+        rows: list[AheadRows | JointRows] = [*forward.rows]
+        if forward.joint:
             joint.close_joint()
-            rows += [one for one in self._joint if one.is_apart or not one.is_taken]
-            for one in self._joint:
+            rows += [one for one in forward.joint if one.is_apart or not one.is_taken]
+            for one in forward.joint:
                 if one.is_apart:
                     self.recipes.part(one)
-        self._rows, self._joint = [], []
-        missed = requests.take_missed(goes_on=False)
-        if leaves is None:
-            return
-        self._num_wrong += self.recipes.note_batch(leaves, rows, missed) > 0
+        missed = requests.end_forward()
+        self._num_wrong += self.recipes.note_batch(forward.leaves, rows, missed) > 0
         is_lost = self.recipes.num_failed >= PATIENCE and len(self.recipes) < _FEW
         self.is_closed = is_lost or self._num_wrong >= PATIENCE

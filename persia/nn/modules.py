@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from persia import ops
+from persia._core.ids.joined_features import PER_ID
 from persia._modules import joint
 from persia._modules.homes import write_rows
-from persia._modules.lookups import PER_ID
 from persia._modules.requests import ids_of
 from persia._modules.rows import ModuleRows
 from persia._modules.tables import ModuleTable, declare, declare_new
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DataTypeError
 from persia.nn.base import RowModule
 from persia.nn.weight import TableWeight
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from persia._modules.joint import Joint
     from persia.embedding import InitialValues
     from persia.tables import Table
 
@@ -88,6 +89,16 @@ class TableModule(RowModule):
         """
         return ModuleRows(self._tables[0])
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse to replace the rows by a matrix, as ``module.weight = ...`` does."""
+        if name == "weight":
+            raise ConfigError(
+                f"table {self.table_name!r}: its weight is rows, which a parameter cannot "
+                "replace; write module.weight.data.copy_(values), or module.table.write(ids, "
+                "values)"
+            )
+        super().register_parameter(name, param)
+
     @property
     def weight(self) -> Any:
         """The rows of ids 0 to ``num_embeddings`` - 1, looked up when they are used.
@@ -109,14 +120,11 @@ class TableModule(RowModule):
         """Return the vectors [N, dim] of ids [N], the padding id's with a gradient as well."""
         return self._vectors(ids, None, None, PER_ID, None)
 
-    def _joins(self) -> bool:
-        """Whether its vectors may have been looked up with those of other modules."""
-        return (
-            not torch.compiler.is_compiling()
-            and joint.current is not None
-            and self.training
-            and self.padding_idx is None
-        )
+    def _joint(self) -> Joint | None:
+        """Return what its vectors may be in, looked up with those of other modules."""
+        if torch.compiler.is_compiling() or not self.training or self.padding_idx is not None:
+            return None
+        return joint.current()
 
     def _vectors(
         self,
@@ -250,13 +258,16 @@ class Embedding(TableModule):
 
         Ids in a nested tensor give a nested tensor.
         """
+        if not isinstance(input, torch.Tensor):
+            raise no_tensor(self.table_name, input)
         if input.is_nested:
             values, edges = parts_of(input)
             return torch.nested.nested_tensor_from_jagged(
                 self._of_ids(values), edges, **_lengths_of(input)
             )
-        if self._joins() and joint.current is not None:
-            found = joint.current.take(self._tables[0], self._parameters["anchor"], input)
+        together = self._joint()
+        if together is not None:
+            found = together.take(self._tables[0], self._parameters["anchor"], input)
             if found is not None:
                 return found.view(*input.shape, self.embedding_dim)
         return self._of_ids(input.reshape(-1)).view(*input.shape, self.embedding_dim)
@@ -315,9 +326,12 @@ class EmbeddingBag(TableModule):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return [B, dim] of ids [B, L], of ids [N] with offsets [B], or of nested ids."""
+        if not isinstance(input, torch.Tensor):
+            raise no_tensor(self.table_name, input)
         weights = per_sample_weights
-        if weights is None and self._joins() and joint.current is not None:
-            found = joint.current.take(
+        together = self._joint() if weights is None else None
+        if together is not None:
+            found = together.take(
                 self._tables[0],
                 self._parameters["anchor"],  # not by attribute, which takes longer
                 input,
@@ -341,6 +355,16 @@ class EmbeddingBag(TableModule):
                     f"{weights.numel()}"
                 )
         return self._vectors(ids, edges, weights, self.mode, self.padding_idx)
+
+
+def no_tensor(table: str, ids: object) -> DataTypeError:
+    """Return the error of ids that are no tensor."""
+    kind = type(ids)
+    write = "torch.from_numpy(ids)" if kind.__module__ == "numpy" else "torch.tensor(ids)"
+    return DataTypeError(
+        f"table {table!r}: ids: expected a tensor, got {kind.__module__}.{kind.__name__}; "
+        f"write {write}"
+    )
 
 
 def parts_of(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,12 +24,13 @@ from persia.nn.base import RowModule
 from persia.nn.recipes import PATIENCE, Leaves, Recipes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
-    from persia._modules.requests import AheadRows, GivenIds
+    from persia._modules.requests import Missed
     from persia._modules.tables import ModuleTable
+    from persia.nn.recipes import Ahead
 
 _logger = get_logger("persia.nn")
 
@@ -47,7 +48,7 @@ _WAIT_S = 300.0
 class _Item:
     batch: Any
     leaves: Leaves
-    rows: list[AheadRows] = field(default_factory=list)
+    rows: list[Ahead] = field(default_factory=list)
     is_queued: bool = False  # for the lookup thread
     is_begun: bool = False  # by the lookup thread, or by the user's, which does without
     done: threading.Event = field(default_factory=threading.Event)
@@ -70,19 +71,25 @@ def prefetch(
     """
     if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
         raise ConfigError(f"depth: expected 'auto' or a number of at least 1, got {depth!r}")
+    if not hasattr(model, "modules"):
+        raise ConfigError(
+            "prefetch: expected a loader and a model, in this order, got "
+            f"{type(loader).__name__} and {type(model).__name__}"
+        )
     if not any(isinstance(module, RowModule) for module in model.modules()):
         raise ConfigError(
             f"prefetch: expected a model with modules of persia.nn, got {type(model).__name__} "
             "with none; convert it first"
         )
-    return PrefetchedLoader(loader, depth)
+    return PrefetchedLoader(loader, model, depth)
 
 
 class PrefetchedLoader:
     """What ``prefetch`` returns; it has the length and the attributes of its loader."""
 
-    def __init__(self, loader: Iterable[Any], depth: int | str) -> None:
+    def __init__(self, loader: Iterable[Any], model: torch.nn.Module, depth: int | str) -> None:
         self.loader = loader
+        self.model = model
         self.depth = _FIRST_DEPTH if isinstance(depth, str) else depth
         self._is_auto = isinstance(depth, str)
         self.recipes = Recipes()
@@ -92,24 +99,25 @@ class PrefetchedLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "loader":
+        if name.startswith("__") or name in ("loader", "model"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self).run()
 
-    def note_batch(self, item: _Item, missed: list[tuple[ModuleTable, GivenIds]]) -> None:
+    def note_batch(self, item: _Item, missed: list[Missed]) -> None:
         """Learn from a batch that the model is done with."""
         num_failed = self.recipes.num_failed
         num_unused = self.recipes.note_batch(item.leaves, item.rows, missed)
-        self.num_hits += len(item.rows) - num_unused
-        self.num_misses += len(missed)
+        self.num_hits += sum([one.num_features for one in item.rows]) - num_unused
+        self.num_misses += sum([len(one.features) for one in missed])
         if num_failed < self.recipes.num_failed == PATIENCE:
             _logger.warning(
                 "prefetch: ids of lookups are not in the batch as they are looked up, and are "
-                "not looked up ahead: compute them in the dataset, not in the model; tables %s",
-                ", ".join(sorted({table.name for table, _ in missed})),
+                "not looked up ahead: compute them in the dataset, not in the model, or leave "
+                "modules of few ids torch's; tables %s",
+                ", ".join(sorted({x.name for one in missed for x, _ in one.features})),
             )
 
     def deepen(self) -> None:
@@ -121,18 +129,25 @@ class PrefetchedLoader:
 class _Pass:
     """One pass over the loader.
 
-    A batch takes a permit when its lookup begins, here or in the model, and gives it back when
-    no gradient of it is left to be stepped: after a step, or when the next batch is asked for.
+    A batch takes a permit when its lookup begins, here or in the model. It gives it back when
+    none of its gradients is left to be stepped: after its step, or when the next batch is asked
+    for.
     """
 
     def __init__(self, owner: PrefetchedLoader) -> None:
         self._owner = owner
+        modules = [one for one in owner.model.modules() if isinstance(one, RowModule)]
+        self._tables = {table for module in modules for table in module._tables}
         self._limiter = StalenessLimiter(owner.depth, on_demand=False)
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards ``is_begun`` of items
         self._thread: threading.Thread | None = None
         self._num_handed_out = 0  # whose permits are not given back
         self._waits: deque[bool] = deque(maxlen=_WINDOW)
+        self._num_lookups = 0  # of the model, before it was given this batch
+        # What it has missed of this batch before the batch's step; None before that.
+        self._num_before_step: int | None = None
+        self._has_more_steps = False  # a step is not the end of a batch
 
     def run(self) -> Iterator[Any]:
         """Yield the batches."""
@@ -140,12 +155,13 @@ class _Pass:
         source = iter(self._owner.loader)
         current: _Item | None = None
         requests.start_recording()
-        lookups.after_step.append(self._give_back)
+        lookups.after_step.append(self._note_step)
         is_over = False
         try:
             while True:
                 if current is not None:
-                    self._owner.note_batch(current, requests.take_missed())
+                    self._owner.note_batch(current, self._missed())
+                    current = None
                 self._give_back()
                 while not is_over and len(items) <= self._owner.depth:
                     is_over = not self._read(source, items)
@@ -153,17 +169,45 @@ class _Pass:
                     return
                 current = items.popleft()
                 self._await(current)
+                self._num_lookups = lookups.num_lookups(self._tables)
                 yield current.batch
         finally:
-            lookups.after_step.remove(self._give_back)
+            lookups.after_step.remove(self._note_step)
             self._close(current, items)
 
-    def _give_back(self) -> None:
-        """Give the permits of batches back that have nothing left to be stepped."""
-        if any(lookups.has_pending(table) for table in self._owner.recipes.tables()):
+    def _missed(self, *, goes_on: bool = True) -> list[Missed]:
+        """Return what can be looked up ahead of a batch: what is looked up before its step."""
+        missed = self._own(requests.take_missed(goes_on=goes_on))
+        count, self._num_before_step = self._num_before_step, None
+        if count is not None and len(missed) > count:
+            self._has_more_steps = True
+        return missed[:count]
+
+    def _own(self, missed: Sequence[Missed]) -> list[Missed]:
+        """Return those lookups that are of the model."""
+        return [one for one in missed if one.features[0][0] in self._tables]
+
+    def _note_step(self, stepped: Sequence[ModuleTable]) -> None:
+        """Give permits back if a step has left nothing of a batch to be stepped."""
+        if self._tables.isdisjoint(stepped):
             return
-        count, self._num_handed_out = self._num_handed_out, 0
+        if any(map(lookups.awaits_gradient, self._tables)):
+            return
+        if lookups.num_lookups(self._tables) == self._num_lookups:
+            self._give_back(num_kept=1)  # a step of the batches before
+            return
+        if self._num_before_step is None:
+            self._num_before_step = len(self._own(requests.missed()))
+        if not self._has_more_steps:
+            self._give_back()
+
+    def _give_back(self, num_kept: int = 0) -> None:
+        """Give the permits of batches back that have nothing left to be stepped."""
+        if any(map(lookups.has_pending, self._tables)):
+            return
+        count = self._num_handed_out - num_kept
         for _ in range(count):
+            self._num_handed_out -= 1
             self._limiter.return_permit()
 
     def _read(self, source: Iterator[Any], items: deque[_Item]) -> bool:
@@ -216,7 +260,7 @@ class _Pass:
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(_WAIT_S)
-        missed = requests.take_missed(goes_on=False)
+        missed = self._missed(goes_on=False)
         if current is not None:
             self._owner.note_batch(current, missed)
         for item in items:

@@ -14,15 +14,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._modules import joint
-from persia._modules.requests import (
-    AheadRows,
-    GivenIds,
-    ask,
-    ask_ahead,
-    put_ahead,
-    split_features,
-)
+from persia._core.ids.joined_features import GivenIds, split_features
+from persia._modules import joint, requests
+from persia._modules.lookups import of_single, pool
+from persia._modules.requests import AheadCall, AheadRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +25,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from persia._modules.joint import JointRows
+    from persia._modules.requests import Lookup, Missed
     from persia._modules.tables import ModuleTable
 
-    Lookup = tuple[ModuleTable, GivenIds]
+    Ahead = AheadRows | AheadCall
     _Key = tuple[str, int]  # of a table, and the number of its lookup in the batch
 
 # Batches in a row in which a lookup was not found, after which it is not sought any more.
@@ -120,36 +116,55 @@ class Recipes:
 
     def __init__(self) -> None:
         self._recipes: dict[_Key, Recipe] = {}
+        # Lookups all of whose features are known, with one id per sample.
+        self._calls: list[tuple[_Key, ...]] = []
         self.num_failed = 0  # batches in a row in which a lookup was not found
 
     def __len__(self) -> int:
         return len(self._recipes)
 
-    def tables(self) -> set[ModuleTable]:
-        """Return the tables whose ids can be found."""
-        return {recipe.table for recipe in self._recipes.values()}
-
-    def look_up(self, leaves: Leaves) -> list[AheadRows]:
-        """Ask for the rows of a batch, in one call if no table comes twice."""
-        found = self._features(leaves)
-        return ask_ahead([feature for _, feature in found]) if found else []
+    def look_up(self, leaves: Leaves) -> list[Ahead]:
+        """Ask for the rows of a batch, in one call if no table comes twice, and pool them."""
+        features = self._features(leaves)
+        if not features:
+            return []
+        asked = requests.ask([feature for _, feature in features.values()])
+        left = dict(zip(features, asked, strict=True))
+        found: list[Ahead] = []
+        for keys in self._calls:
+            if all(key in left and left[key].table.anchor.is_cpu for key in keys):
+                rows = [left.pop(key) for key in keys]
+                found.append(requests.put_call(rows, pool(of_single(rows))))
+        for one in left.values():
+            requests.put_ahead(one)
+            found.append(one)
+        return found
 
     def open_joint(self, leaves: Leaves) -> tuple[list[AheadRows], list[JointRows]]:
         """Ask for the rows of a forward; return those ahead, and those that are pooled."""
-        found = self._features(leaves)
-        if not found:
-            return [], []
-        rows = ask([feature for _, feature in found])
-        pooled = []
-        ahead = []
-        for (recipe, _), one in zip(found, rows, strict=True):
-            if recipe.is_single and joint.can_join(recipe.table):
-                pooled.append(one)
-            else:
-                ahead.append(one)
-                put_ahead(one)
+        singles: list[Lookup] = []
+        others: list[Lookup] = []
+        for recipe, feature in self._features(leaves).values():
+            joins = recipe.is_single and joint.can_join(recipe.table.anchor)
+            (singles if joins else others).append(feature)
+        call = None
+        if singles:
+            ids = [given.values for _, given in singles]
+            call = requests.take_call([table for table, _ in singles], ids)
+        if requests.is_recording():
+            others = []  # modules take what a loader has asked for
+            if singles and call is None:
+                requests.note_missed(singles, len(singles))
+        pooled, ahead, vectors = [], [], None
+        if call is not None:
+            pooled, vectors = call.rows, call.vectors
+        elif singles or others:
+            rows = requests.ask([*singles, *others])
+            pooled, ahead = rows[: len(singles)], rows[len(singles) :]
+        for one in ahead:
+            requests.put_ahead(one)
         try:
-            return ahead, joint.open_joint(pooled) if pooled else []
+            return ahead, joint.open_joint(pooled, vectors) if pooled else []
         except BaseException:
             for one in ahead:
                 one.give_up()
@@ -157,9 +172,9 @@ class Recipes:
                 one.request.give_up()
             raise
 
-    def _features(self, leaves: Leaves) -> list[tuple[Recipe, Lookup]]:
-        found = []
-        for recipe in list(self._recipes.values()):
+    def _features(self, leaves: Leaves) -> dict[_Key, tuple[Recipe, Lookup]]:
+        found = {}
+        for key, recipe in list(self._recipes.items()):
             table, padding = recipe.table, recipe.padding
             ids = recipe.ids(leaves) if table.anchor.requires_grad else None
             if ids is None or not len(ids):
@@ -168,8 +183,8 @@ class Recipes:
                 asked = FeatureBatch.from_single(table.name, ids)
                 given = GivenIds(asked, asked, ids, None)
             else:
-                (given,) = split_features([table], ids, None, None, padding)
-            found.append((recipe, (table, given)))
+                (given,) = split_features([table.name], ids, None, None, padding)
+            found[key] = recipe, (table, given)
         return found
 
     def part(self, rows: JointRows) -> None:
@@ -179,7 +194,7 @@ class Recipes:
                 self._recipes[key] = replace(recipe, is_single=False)
 
     def note_batch(
-        self, leaves: Leaves, rows: Sequence[AheadRows | JointRows], missed: Sequence[Lookup]
+        self, leaves: Leaves, rows: Sequence[Ahead | JointRows], missed: Sequence[Missed]
     ) -> int:
         """Learn from a batch that the model is done with; return how many rows were not used.
 
@@ -188,20 +203,29 @@ class Recipes:
         num_unused = sum([one.give_up() for one in rows])
         if num_unused and missed:
             self._recipes.clear()  # some were wrong: they were equal by chance
+            self._calls.clear()
         if missed and self.num_failed < PATIENCE:
             self._learn(leaves, missed)
         return num_unused
 
-    def _learn(self, leaves: Leaves, missed: Sequence[Lookup]) -> None:
+    def _learn(self, leaves: Leaves, missed: Sequence[Missed]) -> None:
         lost = 0
         counts: dict[str, int] = {}
-        for table, given in missed:
-            counts[table.key] = counts.get(table.key, 0) + 1
-            recipe = _find(table, given, leaves)
-            if recipe is None:
-                lost += 1
-            else:
-                self._recipes[table.key, counts[table.key]] = recipe
+        for lookup in missed:
+            singles: list[_Key] = []
+            for table, given in lookup.features:
+                counts[table.key] = counts.get(table.key, 0) + 1
+                recipe = _find(table, given, leaves)
+                if recipe is None:
+                    lost += 1
+                    continue
+                key = table.key, counts[table.key]
+                self._recipes[key] = recipe
+                if recipe.is_single:
+                    singles.append(key)
+            if len(singles) == lookup.size:
+                others = [one for one in self._calls if set(one).isdisjoint(singles)]
+                self._calls = [*others, tuple(singles)]
         self.num_failed = self.num_failed + 1 if lost else 0
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from persia._core.ids.joined_features import PER_ID
 from persia._modules.homes import read_rows, write_rows
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class TableWeight(torch.Tensor):
             picked = weight._pick(args[1])
             if picked is not None:
                 return picked
+        if func is torch.nn.functional.embedding and args[1] is weight is not None:
+            vectors = weight._embedded(args[0], **given)
+            if vectors is not None:
+                return vectors
         if weight is not None and _is_in_place(name):
             weight._change(func, name, args, given)
             return weight
@@ -117,6 +122,26 @@ class TableWeight(torch.Tensor):
         """Look up below autograd, where nothing was looked up above it."""
         plain_args, plain_given = tree_map(_looked_up, (tuple(args), dict(kwargs or {})))
         return func(*plain_args, **plain_given)
+
+    def _embedded(
+        self,
+        ids: torch.Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        scale_grad_by_freq: bool = False,
+        **_: Any,
+    ) -> torch.Tensor | None:
+        """Return the vectors of ids, of which any has a row; None where torch is to do it."""
+        module, count = self._module, self._module.num_embeddings
+        if self._ids != range(count) or max_norm is not None or scale_grad_by_freq:
+            return None
+        padding = padding_idx
+        if padding is not None and padding < 0:
+            padding += count
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
+            vectors = module._vectors(ids.reshape(-1), None, None, PER_ID, padding)
+        found: torch.Tensor = vectors.view(*ids.shape, module.embedding_dim)
+        return found
 
     def _pick(self, index: Any) -> TableWeight | None:
         """Return the rows that an index of the first dimension picks, or None of another."""

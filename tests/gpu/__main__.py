@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,10 @@ from tests.gpu import machine
 
 TOTAL_S = 590.0
 SANITIZED = "tests/training/test_batch.py"
+# Where tests marked cuda are. To collect others takes packages that are not carried.
+WITH_CUDA = ("tests/gpu", SANITIZED)
+# Between when a part has ended by itself and when it is stopped.
+RESERVE_S = 15.0
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Part:
     command: list[str]
     seconds: float  # most of it
     environment: dict[str, str] = field(default_factory=dict)
+    is_bounded: bool = False  # takes ``--seconds``, and ends by itself then
     status: int | None = None  # None: not begun, for lack of time
     took_s: float = 0.0
     measured: list[str] = field(default_factory=list)
@@ -48,21 +54,28 @@ class Part:
         if left_s <= 0:
             return
         begin = time.monotonic()
+        limit_s = min(self.seconds, left_s)
+        command = [*self.command]
+        if self.is_bounded:
+            command += ["--seconds", f"{max(limit_s - RESERVE_S, 0.0):.0f}"]
         log = out / f"{self.name}.log"
         with log.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=machine.ROOT,
+                env={**os.environ, **self.environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
-                ran = subprocess.run(
-                    self.command,
-                    cwd=machine.ROOT,
-                    env={**os.environ, **self.environment},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                    timeout=min(self.seconds, left_s),
-                )
-                self.status = ran.returncode
+                self.status = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 self.status = 124
+            finally:
+                if process.poll() is None:  # with the servers and measurements it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
         self.took_s = time.monotonic() - begin
         lines = log.read_text(encoding="utf-8").splitlines()
         self.summary = next((line for line in reversed(lines) if line.strip()), "")
@@ -78,15 +91,17 @@ def parts(device: str, quick: bool, out: Path) -> list[Part]:
     # xunit1 takes what tests record.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     pytest += ["-o", "junit_family=xunit1"]
+    # What torch says where a package of that name is installed, which some images have.
+    pytest += ["-W", "ignore:The pynvml package:FutureWarning"]
     chosen = ["-m", "cuda"] if device == "cuda" else ["-k", "[cpu]", "-m", "not slow"]
-    where = ["tests"] if device == "cuda" else ["tests/gpu"]
+    where = WITH_CUDA if device == "cuda" else WITH_CUDA[:1]
     measure = [sys.executable, "-m", "tests.benchmarks.gpu", "--out", str(out)]
     measure += ["--device", device]
     if quick:
         measure += ["--quick", "--pairs", "1", "--threads", "1", "--net", "256-128"]
     found = [
         Part("tests", [*pytest, *chosen, f"--junitxml={out}/tests.xml", *where], 280.0),
-        Part("measurement", measure, 300.0),
+        Part("measurement", measure, 300.0, is_bounded=True),
     ]
     if device == "cuda":
         sanitizer = {"TORCH_CUDA_SANITIZER": "1"}

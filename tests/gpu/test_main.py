@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +61,52 @@ def test_what_is_not_compiled_is_compiled_first(monkeypatch: Monkey, tmp_path: P
     assert program.parts("cuda", False, tmp_path)[0].name == "compile"
 
 
+def test_all_tests_marked_cuda_are_run() -> None:
+    """And no others are collected: they import more than is carried to a machine with a GPU."""
+    marked = re.compile(r"pytest\.mark\.cuda|ON_EACH")
+    found = {
+        str(path.relative_to(machine.ROOT))
+        for path in machine.ROOT.glob("tests/**/test_*.py")
+        if marked.search(path.read_text(encoding="utf-8"))
+    }
+    assert "tests/training/test_batch.py" in found
+    assert not [one for one in found if not one.startswith(program.WITH_CUDA)]
+    (tests, *_) = program.parts("cuda", False, Path())
+    assert tests.command[-2:] == [*program.WITH_CUDA]
+
+
+ONLY_CARRIED = """
+import importlib.metadata, re, sys
+from tests.gpu import machine
+
+def plain(name):
+    return re.sub("[-_.]+", "-", name).lower()
+
+of_torch = [re.split(r"[ ;<>=!~\\[(]", one, maxsplit=1)[0]
+            for one in importlib.metadata.requires("torch") or ()]
+allowed = {plain(one.name) for one in machine.closure([*machine.required(), *of_torch])}
+allowed |= machine.NOT_CARRIED
+for module, names in importlib.metadata.packages_distributions().items():
+    if allowed.isdisjoint(map(plain, names)) and module not in ("persia", "tests"):
+        sys.modules[module] = None  # which cannot be imported then
+
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_its_tests_import_only_what_is_carried() -> None:
+    words = ("--collect-only", "-q", "-m", "cuda", "-p", "pytest_timeout")
+    ran = run(
+        *("-c", ONLY_CARRIED, *words, *program.WITH_CUDA),
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        timeout_s=200,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "test_training_over_servers" in ran.stdout
+
+
 def test_packages_are_carried_with_what_they_need(tmp_path: Path) -> None:
     assert 0 < machine.carry(tmp_path / "site") < 64 << 20
     there = {path.name for path in (tmp_path / "site").iterdir()}
@@ -82,6 +130,10 @@ def test_a_part_ends_by_itself_or_by_its_limit(tmp_path: Path) -> None:
         "slow", [sys.executable, "-c", "import threading; threading.Event().wait(60)"], 0.2
     )
     late = Part("late", [sys.executable, "-c", ""], 60.0)
+    echo = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
+    bounded = Part("bounded", echo, 60.0, is_bounded=True)
+    bounded.run(tmp_path, 40.0)
+    assert bounded.summary == "['--seconds', '25']"
     for part in (good, bad, slow):
         part.run(tmp_path, 60.0)
     late.run(tmp_path, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def test_in_a_context_modules_use_its_tables(pooling: str) -> None:
     assert home_of(module._tables[0]).worker is not ctx.embedding_worker
 
 
+def test_the_row_of_a_padding_id_is_that_of_the_place_and_of_the_load(tmp_path: Path) -> None:
+    ids = torch.tensor([0])
+    module = persia.nn.Embedding("padded", 2, padding_idx=0, num_embeddings=1)
+    module.weight.copy_(torch.full((1, 2), 5.0))
+    assert module(ids).tolist() == [[5.0, 5.0]]
+    with a_context(SGD(lr=1.0), padded={"dim": 2, "pooling": "jagged"}) as ctx:
+        assert module(ids).tolist() == [[0.0, 0.0]]
+        ctx.dump_checkpoint(tmp_path)
+        module.weight.copy_(torch.full((1, 2), 7.0))
+        assert module(ids).tolist() == [[7.0, 7.0]]
+        ctx.load_checkpoint(tmp_path)
+        assert module(ids).tolist() == [[0.0, 0.0]]
+    assert module(ids).tolist() == [[5.0, 5.0]]
+
+
 def test_two_servers_give_the_losses_of_torch() -> None:
     theirs = nn.EmbeddingBag(30, 3, mode="mean")
     with a_context(Adagrad(lr=0.1), served={"dim": 3, "pooling": "jagged"}):
@@ -107,6 +123,50 @@ def test_tables_declared_later_and_of_other_optimizers_get_stores() -> None:
     homes = [home_of(module._tables[0]) for module in (one, two, three)]
     assert homes[0] is not homes[1]
     assert homes[1] is homes[2]
+
+
+def test_tables_are_one_to_a_store_until_their_rates_differ() -> None:
+    names = ["a", "b", "c"]
+    ours: Any = persia.nn.EmbeddingCollection({f"rate {name}": 3 for name in names})
+    theirs: Any = nn.ModuleList(nn.EmbeddingBag(9, 3, mode="sum") for _ in names)
+    for table, bag in zip(ours.tables.values(), theirs, strict=True):
+        table.write(torch.arange(9), bag.weight.detach())
+    our_optimizer = persia.optim.Adagrad(ours.parameters(), lr=0.1)
+    torch_optimizer = torch.optim.Adagrad([{"params": [bag.weight]} for bag in theirs], lr=0.1)
+    shared = home_of(ours._tables[0])
+    ids = torch.randint(9, (8, 8, 3), generator=torch.Generator().manual_seed(0))
+    for step, batch in enumerate(ids):
+        for optimizer in (our_optimizer, torch_optimizer):
+            optimizer.param_groups[1]["lr"] = 0.1 if step < 3 else 0.4
+        ahead = torch.stack(ours(batch))  # by rows that are elsewhere when it is stepped
+        given = [bag(column[:, None]) for bag, column in zip(theirs, batch.t(), strict=True)]
+        for found, optimizer in ((ahead, our_optimizer), (torch.stack(given), torch_optimizer)):
+            optimizer.zero_grad()
+            torch.autograd.backward((found - 1).square().sum())
+            optimizer.step()
+        homes = [home_of(table) for table in ours._tables]
+        assert [home is shared for home in homes] == [True, step < 3, True]
+        assert len({shared.slots[f"rate {name}"].table for name in names}) == 1
+    for table, bag in zip(ours.tables.values(), theirs, strict=True):
+        rows = torch.from_numpy(table.read(torch.arange(9)))
+        assert torch.allclose(rows, bag.weight, atol=1e-5)
+
+
+def test_tables_of_different_rates_from_the_beginning_are_in_one_store() -> None:
+    modules = [persia.nn.Embedding(f"own rate {number}", 2) for number in range(3)]
+    groups = [
+        {"params": module.parameters(), "lr": rate}
+        for module, rate in zip(modules, (0.1, 0.1, 0.3), strict=True)
+    ]
+    optimizer = persia.optim.SGD(groups, lr=1.0)
+    before = [module(torch.tensor([1])) for module in modules]
+    torch.autograd.backward([one.sum() for one in before])
+    optimizer.step()
+    (home,) = {home_of(module._tables[0]) for module in modules}
+    tables = [home.slots[module.table_name].table for module in modules]
+    assert tables[0] == tables[1] != tables[2]
+    for one, module, rate in zip(before, modules, (0.1, 0.1, 0.3), strict=True):
+        assert torch.allclose(one - module(torch.tensor([1])), torch.tensor(rate))
 
 
 def test_rows_without_a_step_get_an_optimizer_silently(

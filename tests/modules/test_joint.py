@@ -86,8 +86,8 @@ def assert_nothing_in_flight(model: Any) -> None:
     tracker = home_of(model.one._tables[0]).tracker
     home_of(model.one._tables[0]).wait()
     until(lambda: tracker.stats()["staleness"] == 0)
-    assert joint.current is None
-    assert not any(requests._ahead.values())
+    assert joint.current() is None
+    assert not requests._ahead
 
 
 def test_all_modules_have_one_node_and_train_as_torchs() -> None:
@@ -103,6 +103,46 @@ def test_all_modules_have_one_node_and_train_as_torchs() -> None:
         step(ours, theirs, *optimizers)
     ours.eval()(IDS, EDGES)
     assert_nothing_in_flight(ours)
+
+
+@pytest.mark.parametrize("form", ["backward", "grad", "before"])
+def test_a_backward_of_some_inputs_trains_only_these(form: str) -> None:
+    """The node is one for all tables, and runs for all of them."""
+    ours, theirs, *optimizers = twins()
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        optimizer.zero_grad()
+        some = list(model.one.parameters())
+
+        def part(model: nn.Module = model, some: list[Any] = some) -> None:
+            loss = total(model(IDS, EDGES)) * 3
+            if form == "grad":
+                torch.autograd.grad(loss, some)
+            else:
+                loss.backward(inputs=some)
+
+        if form == "before":
+            part()
+        total(model(IDS, EDGES)).backward()
+        if form != "before":
+            part()
+        optimizer.step()
+    step(ours, theirs, *optimizers)
+    assert_nothing_in_flight(ours)
+
+
+@pytest.mark.parametrize("is_added_to", [False, True])
+def test_an_anchors_gradient_that_is_set_by_hand_steps_its_rows(is_added_to: bool) -> None:
+    ours, theirs, *optimizers = twins()
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        optimizer.zero_grad()
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(total(model(IDS, EDGES)), parameters)
+        for one, gradient in zip(parameters, found, strict=True):
+            one.grad = gradient * 0.5
+        if is_added_to:
+            (total(model(IDS, EDGES)) * 3).backward()
+        optimizer.step()
+    step(ours, theirs, *optimizers)
 
 
 def test_ids_of_other_dtypes_and_layouts_are_taken() -> None:
@@ -145,15 +185,20 @@ def test_offsets_that_change_during_a_forward_are_seen() -> None:
         step(ours, theirs, *optimizers, offsets=EDGES.clone())
 
 
-def test_losses_of_different_features_have_backwards_of_their_own() -> None:
-    ours, theirs, our_optimizer, torch_optimizer = twins()
-    for model, optimizer in ((ours, our_optimizer), (theirs, torch_optimizer)):
+def step_by_two_backwards(ours: Any, theirs: Any, *optimizers: Any) -> None:
+    """Step both models by a backward for each half of their features, then by one for all."""
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
         optimizer.zero_grad()
         found = model(IDS, EDGES)
         total(found[:2]).backward()
         total(found[2:]).backward()
         optimizer.step()
-    step(ours, theirs, our_optimizer, torch_optimizer)
+    step(ours, theirs, *optimizers)
+
+
+def test_losses_of_different_features_have_backwards_of_their_own() -> None:
+    ours, theirs, our_optimizer, torch_optimizer = twins()
+    step_by_two_backwards(ours, theirs, our_optimizer, torch_optimizer)
     assert_nothing_in_flight(ours)
 
 
@@ -227,3 +272,24 @@ def test_a_part_that_is_frozen_or_evaluates_trains_as_torchs() -> None:
     for _ in range(3):
         step(ours, theirs, *optimizers)
     assert torch.equal(ours.bags[0].weight.detach() + 0, frozen)
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_in", "node"),
+    [
+        ("_saving_hooks", None, "_LookupBackward"),
+        ("_keeps_graph", lambda: True, "_JointLookupBackward"),
+    ],
+)
+def test_a_torch_without_its_private_functions_trains_as_well(
+    monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Any, node: str
+) -> None:
+    """With what stands in for a function that torch no longer has under that name."""
+    monkeypatch.setattr(joint, name, stand_in)
+    ours, theirs, our_optimizer, torch_optimizer = twins()
+    assert set(nodes_of(ours(IDS, EDGES))) == {node}
+    for _ in range(3):
+        step(ours, theirs, our_optimizer, torch_optimizer)
+    step_by_two_backwards(ours, theirs, our_optimizer, torch_optimizer)
+    ours.eval()(IDS, EDGES)
+    assert_nothing_in_flight(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 import persia.nn
 import persia.optim
 from persia._modules.homes import home_of
+from persia._modules.lookups import MANY_LOOKUPS
 from persia.errors import ConfigError, DataError
 
 DIMS = {f"f{number}": 4 for number in range(26)}
@@ -93,3 +95,39 @@ def test_wrong_features_are_named() -> None:
         persia.nn.EmbeddingCollection({})
     with pytest.raises(ConfigError, match="expected one of sum, mean, max"):
         persia.nn.EmbeddingCollection({"a": 2}, mode="first")
+
+
+def test_a_frozen_table_of_several_makes_no_rows_and_is_not_missed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    features = persia.nn.EmbeddingCollection({"thawed": 2, "frozen": 2})
+    optimizer = persia.optim.SGD(features.parameters(), lr=0.1)
+    persia.nn.Embedding("frozen", 2).requires_grad_(False)
+    ids = torch.arange(6).view(3, 2)
+    caplog.set_level(logging.WARNING)
+    for _ in range(MANY_LOOKUPS + 1):
+        optimizer.zero_grad()
+        torch.autograd.backward(torch.cat(features(ids)).sum())
+        optimizer.step()
+    assert len(features.tables["thawed"]) == 3
+    assert len(features.tables["frozen"]) == 0
+    assert not caplog.messages
+
+
+def test_a_feature_that_a_loss_does_not_reach_takes_no_step() -> None:
+    features = persia.nn.EmbeddingCollection({"reached": 2, "left out": 2})
+    optimizer = persia.optim.Adam(features.parameters(), lr=0.1)
+    ids = torch.arange(6).view(3, 2)
+    for losses in (2, 1):  # with momentum, a gradient of zeros would be a step as well
+        before = rows_of(features, ids)
+        optimizer.zero_grad()
+        torch.autograd.backward([one.sum() for one in features(ids)[:losses]])
+        optimizer.step()
+    after = rows_of(features, ids)
+    assert (after[0] != before[0]).all()
+    assert (after[1] == before[1]).all()
+
+
+def rows_of(features: persia.nn.EmbeddingCollection, ids: torch.Tensor) -> list[Any]:
+    tables = features.tables.values()
+    return [table.read(column) for table, column in zip(tables, ids.t(), strict=True)]

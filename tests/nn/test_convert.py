@@ -44,7 +44,9 @@ def test_what_can_be_converted_is_and_gives_the_same(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.INFO, "persia.nn"):
         assert persia.nn.convert(model, min_rows=5) is model
     assert "small has fewer than 5 rows" in caplog.text
-    assert "tied shares its weight with another module" in caplog.text
+    (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert "tied: its weight is another module's too" in warning
+    assert "write torch.nn.functional.linear(h, model.tied.weight)" in warning
     assert isinstance(model.embedding_dict["user"], persia.nn.Embedding)
     assert model.again is model.embedding_dict["user"]
     assert type(model.tied) is nn.Embedding
@@ -97,3 +99,16 @@ def test_nothing_to_convert_is_an_error() -> None:
         persia.nn.convert(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="has max_norm or scale_grad_by_freq"):
         persia.nn.convert(nn.Embedding(3, 2, max_norm=1.0))
+    tied = nn.ModuleDict({"e": nn.Embedding(3, 2), "out": nn.Linear(2, 3)})
+    tied["out"].weight = tied["e"].weight
+    with pytest.raises(
+        ConfigError, match=r"write torch\.nn\.functional\.linear\(h, model\.e\."
+    ):
+        persia.nn.convert(tied)
+
+
+def test_a_converted_model_is_converted_as_often_as_wanted() -> None:
+    model = persia.nn.convert(nn.ModuleDict({"often": nn.Embedding(3, 2)}))
+    found = dict(model.named_modules())["often"]
+    assert persia.nn.convert(model) is model
+    assert dict(model.named_modules())["often"] is found

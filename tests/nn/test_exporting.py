@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ import persia.optim
 from persia._core.ids.feature_batch import FeatureBatch
 from persia._serving.program import copy_model, load_program, trace
 from persia.ctx import TrainCtx
+from persia.embedding import NativeInitialValues
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError
 from persia.nn.checkpoints import stores_of
-from persia.nn.exporting import DrawnRows, _cut
+from persia.nn.exporting import DrawnRows, _cut, _schema
 from persia.serving import Bundle, ExportOptions, Predictor, versions
+from tests.support import kernels
 
 NUM_IDS = 200
+KERNELS = Path(__file__).parent.parent / "support" / "kernels"
 
 
 class Net(nn.Module):
@@ -205,12 +208,13 @@ def test_inputs_that_cannot_be_served_are_refused() -> None:
     ids, ends = torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])
     ones = torch.ones(2)
     cases: tuple[tuple[Any, dict[str, str], str], ...] = (
-        ((ones, ids, ends), {}, r"input 'ids': expected \[2, ...\], one entry a sample"),
+        ((ones, ids, ends), {}, r"'ids': expected \[2, ...\], one entry .*wrap a model that"),
         ((ones, ids), {}, "missing a required argument: 'ends'"),
         ((ones, ids, ends), {"ids": "offsets"}, "ragged: expected inputs.*got 'offsets'"),
         ((ones, ids, ends[:1]), {"ids": "ends"}, r"expected offsets \[2\] or \[3\]"),
         ((torch.tensor(1.0), ids, ends), {"ids": "ends"}, "input 'scale'"),
         ((np.ones(2), ids, ends), {"ids": "ends"}, "expected a tensor.*got ndarray"),
+        ((ones, ids.float(), ends), {"ids": "ends"}, "'ids': expected integers.*got torch.fl"),
         (({"ids": ones}, ids, ends), {}, "each name once, got 'ids' twice"),
     )
     for inputs, ragged, message in cases:
@@ -250,9 +254,24 @@ def test_a_program_looks_up_by_the_names_of_tables(one_thread: None) -> None:
     ]
     given = arrays(11, 20)
     tensors = cut_of(net, called_with(given)).samples
-    with cut.layout.rows(), torch.no_grad():
+    with cut.layout.rows(cut.model), torch.no_grad():
         click, _ = load_program(traced.data, "export")(*tensors)
         assert torch.equal(click, net.eval()(*called_with(given))["click"])
+
+
+def test_a_program_looks_up_in_the_models_own_rows(tmp_path: Path) -> None:
+    """A load by place has given the table of another model of this process the same name."""
+    model, other = (
+        persia.nn.convert(nn.Sequential(nn.Embedding(4, 2), nn.Flatten()), prefix="twice.")
+        for _ in range(2)
+    )
+    persia.nn.save(model, tmp_path)
+    persia.nn.load(other, tmp_path)
+    tables: list[Any] = [one.get_submodule("0").table for one in (model, other)]
+    assert [one.name for one in tables] == ["twice.0"] * 2
+    tables[1].write(np.arange(4), np.full((4, 2), 9.0))
+    cut = cut_of(model, torch.arange(4)[:, None])
+    assert trace(cut.model, cut.layout, cut.samples, "export").max_difference == 0
 
 
 class OfAll(nn.Module):
@@ -391,10 +410,15 @@ def test_a_converted_model_is_served(tmp_path: Path, one_thread: None) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_a_context_are_exported(tmp_path: Path, one_thread: None) -> None:
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_rows_of_a_context_are_exported(
+    is_hashed: bool, tmp_path: Path, one_thread: None
+) -> None:
     """Where it has a slot of the table's name, whose pooling modules do not use."""
     model = OfOffsets(include_last_offset=True)
-    slots = {"other": {"dim": 2}, "offsets": {"dim": 3, "pooling": "mean"}}
+    slots: dict[str, Any] = {"other": {"dim": 2}, "offsets": {"dim": 3, "pooling": "mean"}}
+    if is_hashed:
+        slots["offsets"]["id_hash"] = kernels.load("hash", "-DSHIFT=0")
     ids, ends = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2, 3, 4])
     with TrainCtx(
         SGD(lr=0.5),
@@ -415,3 +439,397 @@ def test_rows_of_a_context_are_exported(tmp_path: Path, one_thread: None) -> Non
     found = predictor({**given, "ids.offsets": ends.numpy()})["output"]
     assert found.tobytes() == expected.tobytes()
     predictor.close()
+
+
+# --- what a request may have ------------------------------------------------------------------
+
+
+def served(model: nn.Module, folder: Path, inputs: Any, **options: Any) -> Predictor:
+    """Export a model, and return what answers for it."""
+    return Predictor(folder / str(persia.nn.export(model, folder, inputs, **options)))
+
+
+def check_same(
+    predictor: Predictor, model: nn.Module, given: Mapping[str, torch.Tensor]
+) -> None:
+    """Compare a served answer to the model's own, bit for bit."""
+    with torch.no_grad():
+        expected = model.eval()(*given.values())
+    found = predictor({name: one.numpy() for name, one in given.items()})["output"]
+    assert found.tobytes() == expected.numpy().tobytes()
+
+
+def filled(module: Any, count: int = 50) -> None:
+    """Write rows of ids 1 to ``count`` - 1."""
+    rows = np.random.default_rng(1).random((count, module.embedding_dim), np.float32) - 0.5
+    module.table.write(np.arange(1, count), rows[1:])
+
+
+class Columns(nn.Module):
+    """Its ids are columns of one float matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = nn.Embedding(10, 4), nn.Embedding(10, 4)
+        self.hour = nn.Embedding(3, 2)
+        self.top = nn.Linear(11, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = x[:, :3].long().unbind(1)
+        parts = [
+            one(of) for one, of in zip((self.user, self.item, self.hour), ids, strict=True)
+        ]
+        found: torch.Tensor = self.top(torch.cat([*parts, x[:, 3:]], 1))
+        return found
+
+
+@pytest.mark.slow
+def test_ids_may_be_columns_of_a_float_matrix(tmp_path: Path, one_thread: None) -> None:
+    torch.manual_seed(1)
+    model = persia.nn.convert(
+        Columns(), prefix="columns.", min_rows=5
+    )  # the hour stays torch's
+    ids = torch.cat([torch.randint(10, (6, 2)), torch.randint(3, (6, 1))], 1)
+    x = torch.cat([ids.float(), torch.rand(6, 1)], 1)
+    predictor = served(model, tmp_path / "columns", x)
+    (described,) = predictor.metadata()["inputs"]
+    assert (described["datatype"], described["parameters"]["kind"]) == ("FP32", "dense")
+    assert predictor.is_batch_independent
+    check_same(predictor, model, {"x": x})
+    check_same(predictor, model, {"x": x[:1].flip(1).round().clamp(0, 2)})
+    predictor.close()
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = persia.nn.Embedding("masked", 4)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.item(ids.masked_fill(~mask, 0)).sum(1)
+        return found
+
+
+@pytest.mark.slow
+def test_ids_may_depend_on_a_mask(tmp_path: Path, one_thread: None) -> None:
+    model = Masked()
+    filled(model.item)
+    given = {"ids": torch.randint(50, (6, 3)), "mask": torch.rand(6, 3) > 0.5}
+    predictor = served(model, tmp_path / "masked", tuple(given.values()))
+    kinds = {one["name"]: one["parameters"]["kind"] for one in predictor.metadata()["inputs"]}
+    assert kinds == {"ids": "id", "mask": "dense"}
+    check_same(predictor, model, given)
+    predictor.close()
+
+
+class Sums(nn.Module):
+    """Of ids [B], or of each sample's ids [B, L]."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        self.item = persia.nn.Embedding(name, 2, **options)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.item(ids)
+        return found.sum(1) if ids.dim() == 2 else found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
+def test_an_id_is_never_cut_to_the_dtype_of_the_sample(
+    dtype: torch.dtype, tmp_path: Path, one_thread: None
+) -> None:
+    model = Sums(f"ids of {dtype}")
+    filled(model.item)
+    predictor = served(model, tmp_path / "ids", torch.arange(6).to(dtype))
+    check_same(predictor, model, {"ids": torch.tensor([5, 49, 5])})
+    check_same(predictor, model, {"ids": torch.tensor([5, 49], dtype=torch.int32)})
+    large, texts = {"ids": np.array([(1 << 40) + 5, 5])}, {"ids": np.array(["ann", "bob"])}
+    if dtype is torch.uint64:
+        check_same(predictor, model, {"ids": torch.from_numpy(large["ids"])})
+        assert predictor(texts)["output"].shape == (2, 2)
+    else:
+        with pytest.raises(DataError, match=r"'ids': expected u?int.*, got 1099511627781"):
+            predictor(large)
+        with pytest.raises(DataError, match=r"'ids': expected u?int.*got texts, whose ids"):
+            predictor(texts)
+    predictor.close()
+
+
+class Lookups(nn.Module):
+    """Returns how many of a sample's days its torch table knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = persia.nn.EmbeddingBag("of int32", 2, include_last_offset=True)
+
+    def forward(self, day: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.item(ids, ends) * day[:, None]
+        return found
+
+
+@pytest.mark.slow
+def test_integers_that_the_model_cannot_have_are_refused(
+    tmp_path: Path, one_thread: None
+) -> None:
+    """Of dense inputs too; ragged ids have 64 bits whatever the sample has."""
+    model = Lookups()
+    filled(model.item)
+    ids, ends = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 2, 4])
+    day = torch.tensor([3, 4], dtype=torch.int32)
+    sample = day, ids.int(), ends.int()
+    predictor = served(model, tmp_path / "days", sample, ragged={"ids": "ends"})
+    with torch.no_grad():
+        expected = model.eval()(day, ids + (1 << 40), ends).numpy()
+    given = {"day": day.long().numpy(), "ids.offsets": ends.numpy()}
+    found = predictor({**given, "ids.values": (ids + (1 << 40)).numpy()})["output"]
+    assert found.tobytes() == expected.tobytes()
+    with pytest.raises(DataError, match=r"'day': expected int32.*got -2147483649"):
+        predictor({**given, "ids.values": ids.numpy(), "day": np.array([1, -(1 << 31) - 1])})
+    predictor.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["mean", "initial"])
+def test_padding_is_what_the_model_has_for_it(
+    missing: Any, tmp_path: Path, one_thread: None
+) -> None:
+    """Whatever an id without a row is; also where the padding id has a row of its own."""
+    model = Pair(f"padded {missing}")
+    filled(model.item)
+    filled(model.user)
+    model.user.table.write(np.array([0, 7]), np.full((2, 2), 0.3, np.float32))
+    ids = torch.tensor([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0]])
+    predictor = served(model, tmp_path / "padded", ids, missing=missing)
+    for given in (ids, torch.zeros_like(ids), ids[2:3]):
+        check_same(predictor, model, {"ids": given})
+    assert not predictor.stats()["missing"]
+    assert predictor({"ids": np.array([[99, 0, 0]])})["output"].any()
+    predictor.close()
+
+
+class Pair(nn.Module):
+    """A table without a row of its padding id, and one with it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.item = persia.nn.Embedding(f"{name} item", 2, padding_idx=0)
+        self.user = persia.nn.Embedding(f"{name} user", 2, padding_idx=7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.item(ids).sum(1) + self.user(ids).mean(1)
+        return found
+
+
+class NotPickled:
+    """Is copied, and cannot be sent to another process."""
+
+    def __deepcopy__(self, memo: object) -> NotPickled:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
+@pytest.mark.slow
+def test_a_model_traced_in_this_process_keeps_its_rows(
+    tmp_path: Path, one_thread: None
+) -> None:
+    """Of a context, behind which its modules look up in rows of their own."""
+    model = Sums("traced here")
+    model.odd = NotPickled()  # type: ignore[assignment]
+    ids = torch.arange(4)
+    with TrainCtx(
+        SGD(lr=0.5),
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1),
+        model=nn.Linear(1, 1),
+        embedding_config={"slots_config": {"traced here": {"dim": 2}}},
+    ):
+        filled(model.item)
+        predictor = served(model, tmp_path / "here", ids)
+        check_same(predictor, model, {"ids": ids})
+    with torch.no_grad():
+        assert not model(ids).any()  # no row is there
+    predictor.close()
+
+
+# --- the rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_version_has_the_rows_of_its_tables_only(tmp_path: Path, one_thread: None) -> None:
+    """Of a store that another model shares, and of several stores."""
+    other = Sums("of another model", is_new=True)
+    model = TwoStores()
+    both = [*other.parameters(), *model.first.parameters()]
+    optimizers: list[torch.optim.Optimizer] = [
+        persia.optim.Adagrad(both, lr=0.1),
+        persia.optim.SGD(model.second.parameters(), lr=0.1),
+    ]
+    ids = torch.arange(6)
+    loss = other(torch.arange(1000)).sum() + model(ids, ids).square().sum()
+    loss.backward()
+    for one in optimizers:
+        one.step()
+    expected = {"first": 6, "second": 6}
+    for part in ("first", "both"):
+        chosen: Any = model if part == "both" else Sums("first store")
+        given = {"x": ids, "y": ids} if part == "both" else {"ids": ids}
+        predictor = served(chosen, tmp_path / part, tuple(given.values()))
+        check_same(predictor, chosen, given)
+        check_same(predictor, chosen, {name: one + 3 for name, one in given.items()})
+        names = sorted(predictor.bundle.schema().slots)
+        assert names == (["first store", "second store"] if part == "both" else ["first store"])
+        assert predictor.stats()["rows"] == (sum(expected.values()) if part == "both" else 6)
+        predictor.close()
+
+
+class TwoStores(nn.Module):
+    """Tables whose optimizers differ; one begins with values of a native library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = NativeInitialValues(KERNELS / "initial.c", params={"lower": -1, "upper": 1})
+        self.first = persia.nn.Embedding("first store", 2, initialization=values)
+        self.second = persia.nn.Embedding("second store", 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.first(x) + self.second(y)
+        return found
+
+
+def test_more_tables_than_a_version_has_are_refused(tmp_path: Path) -> None:
+    model = nn.ModuleList(persia.nn.Embedding(f"many {n}", 2) for n in range(260))
+    persia.optim.Adagrad(model[:130].parameters(), lr=0.1)
+    persia.optim.SGD(model[130:].parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"at most 255 of them in one version, got 260"):
+        _schema(stores_of(model), ExportOptions())
+
+
+@pytest.mark.slow
+def test_rows_of_a_group_are_exported_as_one(tmp_path: Path, one_thread: None) -> None:
+    """Two tables of a context that share rows with each other, and with a third slot."""
+    model = Shared()
+    slots = {name: {"dim": 2} for name in ("other", "seen", "bought", "viewed")}
+    ids = torch.arange(6)
+    with TrainCtx(
+        SGD(lr=0.5),
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1),
+        model=nn.Linear(1, 1),
+        embedding_config={
+            "slots_config": slots,
+            "feature_groups": {"items": ["viewed", "bought", "seen"]},
+            "group_settings": {"items": {"dtype": "float16"}},
+            "strict_ids": True,
+        },
+    ):
+        filled(model.seen)
+        predictor = served(model, tmp_path / "shared", ids, missing="initial")
+        check_same(predictor, model, {"ids": ids[1:]})
+    assert predictor.stats()["rows"] == 49
+    assert set(predictor.bundle.schema().slots) == {"seen", "bought"}
+    with pytest.raises(DataError, match="expected at most 56"):
+        predictor({"ids": np.array([1 << 60])})
+    predictor.close()
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = persia.nn.Embedding("seen", 2)
+        self.bought = persia.nn.Embedding("bought", 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.seen(ids) - 2 * self.bought(ids + 1)
+        return found
+
+
+# --- forms of models --------------------------------------------------------------------------
+
+
+class OfTexts(nn.Module):
+    """The classifier of torch's tutorial: ids, and offsets without their end."""
+
+    def __init__(self, include_last_offset: bool) -> None:
+        super().__init__()
+        self.bag = persia.nn.EmbeddingBag(
+            "words", 4, mode="mean", include_last_offset=include_last_offset
+        )
+        self.top = nn.Linear(4, 2)
+
+    def forward(self, text: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.top(self.bag(text, offsets))
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_end", [False, True])
+def test_offsets_alone_say_how_many_samples_there_are(
+    has_end: bool, tmp_path: Path, one_thread: None
+) -> None:
+    model = OfTexts(has_end)
+    filled(model.bag)
+    text, offsets = torch.randint(50, (20,)), torch.tensor([0, 4, 9, 9, 20])
+    inputs = text, offsets if has_end else offsets[:-1]
+    predictor = served(model, tmp_path / "texts", inputs, ragged={"text": "offsets"})
+    with torch.no_grad():
+        expected = model.eval()(*inputs).numpy()
+    found = predictor({"text.values": text.numpy(), "text.offsets": offsets.numpy()})["output"]
+    assert found.tobytes() == expected.tobytes()
+    predictor.close()
+
+
+class Partly(nn.Module):
+    """Looks up in graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = persia.nn.Embedding("partly", 2)
+        self.top = nn.Linear(2, 1)
+
+    def forward(
+        self, day: torch.Tensor, ids: torch.Tensor, others: torch.Tensor
+    ) -> torch.Tensor:
+        with torch.enable_grad():
+            first = self.item(ids)
+        with torch.no_grad():
+            second = self.item(others + 1) * day[:, None]
+        found: torch.Tensor = self.top(first + second)
+        return found
+
+
+@pytest.mark.slow
+def test_lookups_may_be_under_no_grad(tmp_path: Path, one_thread: None) -> None:
+    model = Partly()
+    filled(model.item)
+    given = {name: torch.randint(40, (6,)) for name in ("day", "ids", "others")}
+    predictor = served(model, tmp_path / "partly", tuple(given.values()))
+    kinds = {one["name"]: one["parameters"]["kind"] for one in predictor.metadata()["inputs"]}
+    assert kinds == {"day": "dense", "ids": "id", "others": "id"}
+    check_same(predictor, model, given)
+    predictor.close()
+
+
+class NotTraced(Sums):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids if int(ids.sum()) > 3 else ids + 1)
+
+
+class NotCopied(NotPickled):
+    def __deepcopy__(self, memo: object) -> NotPickled:
+        raise TypeError("a lock")
+
+
+def test_errors_say_what_can_be_done() -> None:
+    model = NotTraced("not traced")
+    cut = cut_of(model, torch.arange(6))
+    with pytest.raises(ConfigError, match=r"torch\.export cannot trace it") as caught:
+        trace(cut.model, cut.layout, cut.samples, "export")
+    assert "format=" not in str(caught.value)  # persia.nn.export has no other
+    alone = torch.arange(4)
+    cut = cut_of(OfOffsets(False), (torch.ones(4), alone, alone))
+    with pytest.raises(DataError, match=r"0\.\.1, got 3.*among scale, ids, ends .* by ragged="):
+        trace(cut.model, cut.layout, cut.samples, "export")
+    model.odd = NotCopied()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"NotTraced: cannot be copied .*: a lock"):
+        cut_of(model, torch.arange(6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import persia.nn
 import persia.optim
-from persia._modules import requests
+from persia._modules import joint, requests
 from persia._modules.homes import home_of
 from persia.nn.gather import Gather, gather
 from persia.nn.recipes import PATIENCE
@@ -38,9 +39,9 @@ class Net(nn.Module):
         return torch.cat(found, 1).square().sum()
 
 
-def both(**options: Any) -> tuple[Any, Net, Any, Any]:
+def both(kind: type[Net] = Net, **options: Any) -> tuple[Any, Net, Any, Any]:
     torch.manual_seed(0)
-    theirs = Net(**options)
+    theirs = kind(**options)
     ours: Any = copy.deepcopy(theirs)
     persia.nn.convert(ours)
     optimizers = (
@@ -107,12 +108,89 @@ def test_a_forward_that_raises_or_has_no_backward_leaves_nothing_in_flight() -> 
     ids, offsets = batch(4)
     with pytest.raises(ValueError, match="negative"):
         ours(-ids - 1, offsets)
+    assert not requests.is_in_forward()
+    assert joint.current() is None
     assert torch.isfinite(ours(ids, offsets))
     ours.eval()(ids, offsets)
-    assert not any(requests._ahead.values())
-    assert requests.missed is None
+    assert not requests._ahead
     tracker = home_of(ours.bags[0]._tables[0]).tracker
     assert tracker.stats()["staleness"] == 0
+
+
+def test_an_interrupt_is_over_with_the_next_forward() -> None:
+    ours, _, optimizer, _ = both()
+    for number in range(3):
+        train(number, (ours, optimizer))
+    ids, offsets = batch(4)
+    with (
+        mock.patch.object(Net, "forward", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        ours(ids, offsets)
+    assert requests.is_in_forward()
+    train(5, (ours, optimizer))
+    assert not requests.is_in_forward()
+    home_of(ours.bags[0]._tables[0]).wait()
+    assert home_of(ours.bags[0]._tables[0]).tracker.stats()["staleness"] == 0
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_threads_have_forwards_of_their_own(is_shared: bool) -> None:
+    """Of two models, and of one in two threads: each is inside of its forward meanwhile."""
+    offsets = torch.arange(12)
+    models = [both(Graph) for _ in range(2)]
+    for ours, *_ in models:
+        for number in range(2):
+            ours(batch(number)[0], offsets)
+    if is_shared:
+        models[1] = models[0]
+    meets = threading.Barrier(2, timeout=60)
+    nodes: list[set[str]] = []
+    outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    failures: list[BaseException] = []
+
+    def run(place: int) -> None:
+        ours, theirs, _, _ = models[place]
+        given = batch(10 + place)[0], offsets
+        try:
+            meets.wait()
+            outputs.append((ours(*given), theirs(*given)))
+        except BaseException as exc:
+            failures.append(exc)
+
+    def forward(model: Any, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        meets.wait()
+        found = [bag(one, offsets) for bag, one in zip(model.bags, ids, strict=True)]
+        nodes.append({type(one.grad_fn).__name__ for one in found})
+        meets.wait()
+        return torch.cat(found, 1).square().sum()
+
+    for ours, *_ in models:
+        ours.forward = forward.__get__(ours)
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert nodes == [{"_JointLookupBackward"}] * 2
+    for own, their in outputs:
+        assert own.item() == pytest.approx(their.item(), rel=1e-5)
+    assert not requests._ahead
+
+
+class Graph(Net):
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        found = [bag(one, offsets) for bag, one in zip(self.bags, ids, strict=True)]
+        return torch.cat(found, 1).square().sum()
+
+
+def test_a_converted_model_is_one_graph() -> None:
+    ours, theirs, our_optimizer, torch_optimizer = both(Graph)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for number in range(3):
+        losses = train(number, (compiled, our_optimizer), (theirs, torch_optimizer))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_wrong_guess_costs_its_lookup_only() -> None:
@@ -124,7 +202,7 @@ def test_a_wrong_guess_costs_its_lookup_only() -> None:
     for number in range(PATIENCE):
         losses = train(number, *pairs)
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert not any(requests._ahead.values())
+    assert not requests._ahead
 
 
 def test_it_is_hooked_once_and_copies_begin_again() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import persia.nn
 import persia.optim
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, DataTypeError
 
 ROWS, DIM = 30, 5
 
@@ -205,3 +207,27 @@ def test_nested_vectors_pad_to_the_longest_sequence() -> None:
     parts = [torch.arange(3), torch.arange(5), torch.arange(2)]
     vectors = module(torch.nested.nested_tensor(parts, layout=torch.jagged))
     assert torch.nested.to_padded_tensor(vectors, 0.0).shape == (3, 5, 4)
+
+
+def test_ids_that_are_no_tensor_of_integers_say_what_to_write() -> None:
+    ids = np.arange(3)
+    one, bag = persia.nn.Embedding("wrong ids", 2), persia.nn.EmbeddingBag("wrong ids", 2)
+    several: Any = persia.nn.EmbeddingCollection({"wrong ids": 2})
+    calls: list[Any] = [one, bag, lambda given: several({"wrong ids": given})]
+    for call in calls:
+        with pytest.raises(
+            DataTypeError, match=r"'wrong ids'.* numpy\.ndarray; write torch\.from_numpy\(ids\)"
+        ):
+            call(ids)
+        with pytest.raises(DataTypeError, match=r"list; write torch\.tensor\(ids\)"):
+            call([1, 2])
+    with pytest.raises(DataTypeError, match=r"table 'wrong ids': .*write ids\.long\(\)"):
+        one(torch.ones(3))
+
+
+def test_negative_ids_say_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        persia.nn.Embedding("negative ids", 2)(torch.tensor([1, -1]))
+    (text,) = caplog.messages
+    assert "1 of negative ids" in text
+    assert "write padding_idx=0 and ids.clamp(min=0)" in text

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import persia.nn
 import persia.optim
+from persia.errors import ConfigError
 
 
 def test_initialization_over_weight_writes_rows() -> None:
@@ -32,6 +35,28 @@ def test_shape_dtype_and_device_look_nothing_up() -> None:
     assert (weight.dtype, weight.device.type, weight.dim()) == (torch.float32, "cpu", 2)
     assert weight.requires_grad
     assert "1099511627776" in repr(weight)
+
+
+def test_vectors_by_torchs_function_are_those_of_any_id() -> None:
+    module = persia.nn.Embedding(3, 2)
+    module.weight.data.fill_(1.0)
+    optimizer = persia.optim.SGD(module.parameters(), lr=0.5)
+    ids = torch.tensor([[0, 1 << 40], [2, 2]])
+    out = nn.functional.embedding(ids, module.weight, padding_idx=-1)
+    assert out.shape == (2, 2, 2)
+    assert torch.equal(out, module(ids))
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert module(torch.arange(3)).tolist() == [[0.5, 0.5], [1.0, 1.0], [1.0, 1.0]]
+    assert not nn.functional.embedding(ids, module.weight.detach()).requires_grad
+    with pytest.raises(IndexError):  # rows 1 and 2 only, which torch looks up
+        nn.functional.embedding(torch.tensor([2]), module.weight[1:])
+
+
+def test_a_weight_cannot_be_replaced() -> None:
+    module: Any = persia.nn.Embedding(3, 2)
+    with pytest.raises(ConfigError, match=r"write module\.weight\.data\.copy_\(values\)"):
+        module.weight = nn.Parameter(torch.ones(3, 2))
 
 
 def test_weight_in_a_loss_has_gradients() -> None:
