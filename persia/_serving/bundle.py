@@ -74,6 +74,8 @@ class ServedFeature(Record):
     missing: Missing = "zeros"  # what an id without a row is
     on_delete: OnDelete = "drop"  # whether the log's deletions are followed
     optional: bool = False  # a request need not have it: no sample has an id then
+    # Whether training has ``IDTypeFeatureWithSingleID``, so that a table [B, L] is a mistake.
+    single: bool = field(default=False, metadata={"optional": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,6 +461,8 @@ def _slot(schema: EmbeddingSchema, slot: Slot) -> dict[str, Any]:
     found: dict[str, Any] = {"dim": slot.dim, "pooling": slot.pooling}
     if slot.pooling == "raw":
         found |= {"sample_fixed_size": slot.sample_fixed_size, "padding": slot.padding}
+    if slot.id_hash is not None:
+        found["id_hash"] = slot.id_hash
     if slot.hash_stack_rounds:
         found["hash_stack_config"] = {
             "hash_stack_rounds": slot.hash_stack_rounds,

@@ -139,7 +139,7 @@ class DenseCut:
         given = names or ("dense",) * (len(dense) == 1)
         given = given or tuple(f"dense_{number}" for number in range(len(dense)))
         features = tuple(
-            _feature(name, one, name in optional, options)
+            _feature(name, one, name in optional, name in batch.single, options)
             for name, one in zip(batch.feature_names, batch.embedding_tensors, strict=True)
         )
         options.check_names([one.name for one in features])
@@ -160,7 +160,11 @@ class DenseCut:
 
 
 def _feature(
-    name: str, embedding: torch.Tensor | Jagged, optional: bool, options: ExportOptions
+    name: str,
+    embedding: torch.Tensor | Jagged,
+    optional: bool,
+    single: bool,
+    options: ExportOptions,
 ) -> ServedFeature:
     if isinstance(embedding, Jagged):
         kind, dim = "jagged", embedding.values.shape[1]
@@ -174,6 +178,7 @@ def _feature(
         dim,
         *options.policies_of(name),
         optional,
+        single and kind == "pooled",
     )
 
 

@@ -1,7 +1,8 @@
 """A request's arrays as a batch: ids of every form, dense tensors, a user for many candidates.
 
     user                          integers [B] or [B, 1], one id a sample; [B, L], padded, where
-                                  ``user.pad`` is the id that stands for none
+                                  ``user.pad`` is the id that stands for none; not without,
+                                  if the model was trained with one id a sample
     user.values, user.offsets     integers [N], [B + 1]: sample b has offsets[b]:offsets[b + 1]
     user.weights                  f32 [N], beside these
     (texts in place of integers)  the ids that readers make of them
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.ids.single_ids import single_ids
 from persia._serving.bundle import ServedFeature, ServedTensor
 from persia.embedding.data import PersiaBatch
 from persia.embedding.text_ids import hash_text
@@ -54,12 +56,24 @@ class InputDecoder:
         id_inputs: Sequence[str] = (),
     ) -> None:
         self._features = tuple(features)
+        self._names = tuple(one.name for one in features)
         self._id_inputs = frozenset(id_inputs)
         fixed = fixed_sizes or {}
         self._widths = [_width(one, fixed.get(one.name, 1)) for one in features]
         self._dense = tuple((one, np.dtype(one.dtype)) for one in dense)
-        self._known = {one.name + suffix for one in features for suffix in _SUFFIXES}
-        self._known |= {one.name for one in dense}
+        self._plain = {*self._names, *(one.name for one in dense)}
+        self._known = {name + suffix for name in self._names for suffix in _SUFFIXES}
+        self._known |= self._plain
+        # Without those that another input's name makes something else.
+        self._names_of_singles = tuple(
+            "" if any(name + suffix in self._plain for suffix in _SUFFIXES[1:]) else name
+            for name in self._names
+        )
+        # Numbers in vectors of a sample that has one id of each feature.
+        self._num_dense_floats = sum(
+            max(1, math.prod(max(1, dim) for dim in one.shape)) for one in dense
+        )
+        self._largest_sample = sum(map(sum, self._widths)) + self._num_dense_floats
 
     def __call__(
         self, inputs: Mapping[str, Array]
@@ -73,20 +87,37 @@ class InputDecoder:
             return self._of_batch(inputs)
         if not self._known.issuperset(inputs):
             name = next(name for name in inputs if name not in self._known)
-            names = [one.name for one in self._features] + [one.name for one, _ in self._dense]
+            names = [*self._names, *(one.name for one, _ in self._dense)]
             raise DataError(
                 f"input {name!r:.120}: expected one of {', '.join(names)}"
                 f"{did_you_mean(name, names)}"
             )
-        features = [self._feature(one, inputs) for one in self._features]
+        singles, size = self._single_ids(inputs)
+        has_others = None in singles
+        features = self._features_of(inputs, singles) if has_others else singles
         dense = [self._tensor(one, dtype, inputs) for one, dtype in self._dense]
-        size = self._batch_size(features, dense)
-        self._check_memory(features, size)
-        return (
-            tuple(
+        sizes = set(map(len, dense))
+        if has_others:  # singles have the batch size already
+            sizes.update(one.batch_size for one in features if one is not None)
+        if not sizes <= {1, size}:
+            # Each as large as it says it is: offsets have more samples, or something is wrong.
+            others = [
+                one if single is None else None
+                for one, single in zip(features, singles, strict=True)
+            ]
+            features, has_others = self._features_of(inputs, others), True
+            size = self._batch_size(features, dense)
+        # A bound of the same numbers: the check looks at each feature.
+        if has_others or size > MAX_IDS or size * self._largest_sample > MAX_FLOATS:
+            self._check_memory(features, size)
+        whole = [one for one in features if one is not None]
+        if has_others:
+            whole = [
                 _empty(one, size) if found is None else _repeated(found, size)
                 for one, found in zip(self._features, features, strict=True)
-            ),
+            ]
+        return (
+            tuple(whole),
             [
                 array if len(array) == size else np.repeat(array, size, axis=0)
                 for array in dense
@@ -95,6 +126,33 @@ class InputDecoder:
         )
 
     # --- ids ----------------------------------------------------------------------------------
+
+    def _single_ids(self, inputs: Mapping[str, Array]) -> tuple[list[FeatureBatch | None], int]:
+        """Return at once all features of which each sample has one id, None for the others.
+
+        And the batch size, unless only the offsets of a feature have more samples.
+        """
+        others = inputs.keys() - self._plain
+        names = self._names_of_singles
+        if others:  # with `user.pad` or `user.values` beside it, `user` is something else
+            bases = {name.rpartition(".")[0] for name in others}
+            names = tuple("" if name in bases else name for name in names)
+        try:
+            size = max(1, *[len(inputs[name]) for name in inputs.keys() - others])
+        except TypeError:  # one without dimensions, or there is none
+            size = 1
+        if size > MAX_IDS or not isinstance(inputs, dict):
+            return [None] * len(names), size
+        return single_ids(names, inputs, size), size
+
+    def _features_of(
+        self, inputs: Mapping[str, Array], found: Sequence[FeatureBatch | None]
+    ) -> list[FeatureBatch | None]:
+        """Return all features, those that were not found with the samples that they have."""
+        return [
+            one or self._feature(feature, inputs)
+            for feature, one in zip(self._features, found, strict=True)
+        ]
 
     def _feature(
         self, feature: ServedFeature, inputs: Mapping[str, Array]
@@ -105,9 +163,9 @@ class InputDecoder:
         if ids is not None and values is not None:
             raise DataError(f"input {name!r}: expected it or {name}.values, got both")
         if ids is not None:
-            return _plain(name, np.asarray(ids), inputs.get(f"{name}.pad"))
+            return _plain(feature, np.asarray(ids), inputs.get(f"{name}.pad"))
         if values is not None:
-            return _ragged(name, np.asarray(values), inputs)
+            return _usable(feature, _ragged(name, np.asarray(values), inputs))
         if feature.optional:
             return None
         raise DataError(
@@ -125,7 +183,7 @@ class InputDecoder:
             raise DataError(f"input {spec.name!r}: expected it, got {', '.join(inputs)}")
         array = np.asarray(given)
         if spec.name in self._id_inputs:
-            array = _ids(spec.name, array).view(np.int64)
+            array = _dense_ids(spec.name, array, dtype)
         expected = spec.shape
         if array.ndim == 1 and expected == (1,):
             array = array[:, None]
@@ -141,6 +199,7 @@ class InputDecoder:
         if array.dtype != dtype:
             if not np.can_cast(array.dtype, dtype, "same_kind"):
                 raise DataTypeError(f"input {spec.name!r}: expected {dtype}, got {array.dtype}")
+            _check_range(spec.name, array, dtype)
             array = array.astype(dtype)
         # The model's tensor shares it: it must be its own, in order, and may be written.
         return np.require(array, requirements=("C", "W"))
@@ -176,9 +235,7 @@ class InputDecoder:
                         f"samples, got {num_ids}"
                     )
             num_floats += size * of_sample + num_ids * of_id
-        num_floats += size * sum(
-            max(1, math.prod(max(1, dim) for dim in one.shape)) for one, _ in self._dense
-        )
+        num_floats += size * self._num_dense_floats
         if num_floats > MAX_FLOATS:
             raise DataError(
                 f"expected a request of at most {MAX_FLOATS} numbers in vectors, got "
@@ -214,7 +271,7 @@ class InputDecoder:
         for one in self._features:
             if one.name not in features and not one.optional:
                 raise DataError(f"feature {one.name!r}: expected it in the batch")
-            ids.append(features.get(one.name) or _empty(one, batch.batch_size))
+            ids.append(_usable(one, features.get(one.name) or _empty(one, batch.batch_size)))
         self._check_memory(ids, batch.batch_size)
         arrays = batch.non_id_type_features
         if len(arrays) != len(self._dense):
@@ -256,7 +313,37 @@ def _ids(name: str, given: Array) -> NDArray[np.uint64]:
     raise DataTypeError(f"input {name!r}: expected integers or texts, got {given.dtype}")
 
 
-def _plain(name: str, given: Array, pad: Array | None) -> FeatureBatch:
+def _dense_ids(name: str, given: Array, dtype: np.dtype[Any]) -> NDArray[np.int64]:
+    """Return ids for an input of the model, by their bits."""
+    if dtype != np.int64 and given.dtype.kind in "SUO":
+        raise DataTypeError(
+            f"input {name!r}: expected {dtype}, as in the batch of the export, got texts, "
+            "whose ids have 64 bits: export with int64"
+        )
+    return _ids(name, given).view(np.int64)
+
+
+def _check_range(name: str, array: Array, dtype: np.dtype[Any]) -> None:
+    """Refuse integers that would be others in the model's dtype."""
+    if dtype.kind not in "iu" or not array.size:
+        return
+    known = np.iinfo(dtype)
+    least, greatest = int(array.min()), int(array.max())
+    if least < known.min or greatest > known.max:
+        raise DataError(
+            f"input {name!r}: expected {dtype}, as in the batch of the export, got "
+            f"{greatest if greatest > known.max else least}: export with int64"
+        )
+
+
+def _plain(feature: ServedFeature, given: Array, pad: Array | None) -> FeatureBatch:
+    name = feature.name
+    if feature.single and pad is None and given.ndim == 2 and given.shape[1] != 1:
+        raise DataError(
+            f"input {name!r}: expected one id a sample, of shape [-1] or [-1, 1], as in "
+            f"training, got {list(given.shape)}; several come with {name}.pad, or as "
+            f"{name}.values and {name}.offsets"
+        )
     if given.ndim == 2 and (given.shape[1] != 1 or pad is not None):
         return _padded(name, given, pad)
     if given.ndim not in (1, 2):
@@ -305,6 +392,16 @@ def _ragged(name: str, values: Array, inputs: Mapping[str, Array]) -> FeatureBat
         factors = np.ascontiguousarray(factors, np.float32)
     ids = np.ascontiguousarray(_ids(name, values))
     return FeatureBatch.from_csr(name, ids, edges.astype(np.int64), factors)
+
+
+def _usable(feature: ServedFeature, batch: FeatureBatch) -> FeatureBatch:
+    """Refuse weights of ids that the program looks up by itself: it takes none."""
+    if feature.kind == "ids" and batch.weights is not None:
+        raise DataError(
+            f"input {feature.name + '.weights'!r}: expected no weights, as the model takes ids "
+            "alone"
+        )
+    return batch
 
 
 def _empty(feature: ServedFeature, size: int) -> FeatureBatch:

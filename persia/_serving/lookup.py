@@ -82,7 +82,7 @@ class MissingRows:
                 "missing: expected 'zeros' where rows come from a change log alone"
             )
         if "initial" in used:
-            hyper, _ = settings_of(LoadRequest(0, "verify", url, rows.checkpoint, None))
+            hyper, *_ = settings_of(LoadRequest(0, "verify", url, rows.checkpoint, None))
             self._seed = hyper.seed
             for table in schema.tables:
                 chosen = table.initialization or hyper.initialization

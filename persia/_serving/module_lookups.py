@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from persia._core.base.threads import ThreadPool
 from persia._core.ids.feature_batch import FeatureBatch
+from persia._core.ids.joined_features import PER_ID, POOLINGS, split_features
 from persia._core.kernels.pooling import PoolCalls
 from persia._serving.inputs import MAX_FLOATS
 from persia.errors import ConfigError, DataError
@@ -27,9 +28,6 @@ from persia.errors import ConfigError, DataError
 # Returns the rows [D, dim] of the distinct ids of each feature, whose names are tables'.
 RowsOf = Callable[[Sequence[FeatureBatch]], Sequence[NDArray[np.float32]]]
 
-# The mode of ``persia.nn.Embedding``, in which each id is a sample.
-_PER_ID = "none"
-_POOLINGS = {"sum": "sum", "mean": "mean", "max": "max", _PER_ID: "sum"}
 # A pool of one thread runs its work in the caller's.
 _threads = ThreadPool(1)
 _current = threading.local()
@@ -37,7 +35,7 @@ _current = threading.local()
 _library: Any = torch.library.Library("persia", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "served_lookup(Tensor ids, Tensor? offsets, Tensor? weights, str[] tables, str[] modes, "
-    "int[] dims, int? padding) -> Tensor"
+    "int[] dims, int? padding, float[]? padding_row=None) -> Tensor"
 )
 
 
@@ -60,8 +58,12 @@ def _look_up(
     modes: list[str],
     dims: list[int],
     padding: int | None,
+    padding_row: list[float] | None = None,
 ) -> torch.Tensor:
-    """Return the vectors of all tables, one behind the other, each [B, dim], as f32."""
+    """Return the vectors of all tables, one behind the other, each [B, dim], as f32.
+
+    With ``padding_row``, that of the model, no row of the padding id is asked for.
+    """
     rows_of: RowsOf | None = getattr(_current, "rows_of", None)
     if rows_of is None:
         raise ConfigError(
@@ -71,64 +73,26 @@ def _look_up(
     values = ids.to(torch.int64).contiguous().numpy().reshape(-1).view(np.uint64)
     edges = None if offsets is None else offsets.to(torch.int64).contiguous().numpy()
     factors = None if weights is None else weights.float().contiguous().numpy()
-    if padding is not None and modes != [_PER_ID]:
-        values, edges, factors = _without(padding, values, edges, factors)
     size = (len(values) if edges is None else len(edges) - 1) // len(tables)
     if size * sum(dims) > MAX_FLOATS:
         raise DataError(
             f"expected at most {MAX_FLOATS} numbers in vectors of {', '.join(tables)}, got "
             f"{size} of {sum(dims)}"
         )
-    pairs = [
-        _feature(name, size, place * size, values, edges, factors)
-        for place, name in enumerate(tables)
-    ]
-    rows = _rows(rows_of, [asked for asked, _ in pairs], dims)
+    if modes == [PER_ID] and padding_row is None:
+        padding = None  # the row of that id is one like others
+    given = split_features(tables, values, edges, factors, padding)
+    rows = _rows(rows_of, [one.asked for one in given], dims)
     out = torch.empty(size * sum(dims), dtype=torch.float32)
     calls, rest = PoolCalls(), out.numpy()
-    for (_, pooled), found, mode, dim in zip(pairs, rows, modes, dims, strict=True):
+    for one, found, mode, dim in zip(given, rows, modes, dims, strict=True):
         target, rest = rest[: size * dim].reshape(size, dim), rest[size * dim :]
-        calls.pool(_POOLINGS[mode], found, None, 1, pooled, target)
+        calls.pool(POOLINGS[mode], found, None, 1, one.pooled, target)
     calls.run(_threads)
+    kept = given[0].kept
+    if kept is not None and padding_row is not None and any(padding_row):
+        out.view(-1, dims[0])[torch.from_numpy(~kept)] = torch.tensor(padding_row)
     return out
-
-
-def _without(
-    padding: int,
-    values: NDArray[np.uint64],
-    edges: NDArray[np.int64] | None,
-    factors: NDArray[np.float32] | None,
-) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
-    """Return ids, offsets and weights without an id, which counts nothing in a bag."""
-    kept = values != np.uint64(padding % (1 << 64))
-    before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
-    edges = before if edges is None else before[edges]
-    return values[kept], edges, None if factors is None else factors[kept]
-
-
-def _feature(
-    table: str,
-    size: int,
-    first: int,
-    values: NDArray[np.uint64],
-    edges: NDArray[np.int64] | None,
-    factors: NDArray[np.float32] | None,
-) -> tuple[FeatureBatch, FeatureBatch]:
-    """Return samples ``first`` and on as they are asked for and, with weights, pooled."""
-    if edges is None:
-        asked = FeatureBatch.from_single(table, values[first : first + size])
-        return asked, asked
-    own = edges[first : first + size + 1]
-    start, stop = int(own[0]), int(own[-1])
-    if not 0 <= start <= stop <= len(values):
-        raise DataError(
-            f"table {table!r}: offsets must be in 0..{len(values)}, got {start} to {stop}"
-        )
-    ids, own = values[start:stop], own - start
-    asked = FeatureBatch.from_csr(table, ids, own)
-    if factors is None:
-        return asked, asked
-    return asked, FeatureBatch.from_csr(table, ids, own, factors[start:stop])
 
 
 def _rows(
@@ -162,6 +126,7 @@ def _fake(
     modes: list[str],
     dims: list[int],
     padding: int | None,
+    padding_row: list[float] | None = None,
 ) -> torch.Tensor:
     num_ids = ids.numel() if offsets is None else offsets.numel() - 1
     return ids.new_empty(num_ids // len(tables) * sum(dims), dtype=torch.float32)

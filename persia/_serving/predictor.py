@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia._core.ids.feature_batch import FeatureBatch
-from persia._rpc.messages import JaggedOutput
+from persia._rpc.messages import JaggedOutput, PooledOutput
 from persia._serving.bundle import DENSE, Bundle, ServedModel, ServedTensor
 from persia._serving.inputs import BATCH, InputDecoder
 from persia._serving.lookup import RowLookup
@@ -131,10 +132,9 @@ class Predictor:
         return self.model.is_batch_independent
 
     @property
-    def lookup_ns(self) -> int:
-        """Nanoseconds that the last call of this thread looked rows up."""
-        found: int = getattr(self._local, "lookup_ns", 0)
-        return found
+    def spent_ns(self) -> tuple[int, int]:
+        """Nanoseconds that the last call of this thread looked rows up, and ran the net."""
+        return getattr(self._local, "lookup_ns", 0), getattr(self._local, "forward_ns", 0)
 
     def __call__(self, inputs: Inputs) -> Outputs:
         """Return the outputs by name, each [B, ...].
@@ -155,16 +155,21 @@ class Predictor:
         features, arrays, size = self._decode(inputs)
         dense = [torch.from_numpy(array) for array in arrays]
         self._limit_threads()
-        self._local.lookup_ns = 0
+        self._local.lookup_ns = self._local.forward_ns = 0
         with torch.inference_mode():
             if self.model.tables:
                 tensors = (*dense, *_tensors_of(features))
+                rows: AbstractContextManager[None] = use_rows(partial(self._rows_of, lookup))
             else:
                 tensors = self._with_embeddings(dense, features, size, lookup)
+                rows = nullcontext()
             if size < self.model.min_samples:
                 tensors = self._layout.double(tensors)
-            with use_rows(partial(self._rows_of, lookup)):
+            began, before = time.perf_counter_ns(), self._local.lookup_ns
+            with rows:
                 found = self._program(*tensors)
+            looked_up = self._local.lookup_ns - before  # by the program itself
+            self._local.forward_ns = time.perf_counter_ns() - began - looked_up
             return {
                 name: one[:size].numpy() for name, one in zip(self._names, found, strict=True)
             }
@@ -176,9 +181,15 @@ class Predictor:
         size: int,
         lookup: RowLookup,
     ) -> Tensors:
-        batch = PersiaTrainingBatch(NamedList(dense), NamedList(), None, size)
         started = time.perf_counter_ns()
-        self._transfer.stage(batch, lookup(features))
+        outputs = lookup(features)
+        # Pooled vectors are as the program takes them, in memory of their own.
+        pooled = [torch.from_numpy(one.values) for one in outputs if type(one) is PooledOutput]
+        if len(pooled) == len(outputs):
+            self._local.lookup_ns = time.perf_counter_ns() - started
+            return (*dense, *pooled)
+        batch = PersiaTrainingBatch(NamedList(dense), NamedList(), None, size)
+        self._transfer.stage(batch, outputs)
         self._local.lookup_ns = time.perf_counter_ns() - started
         return self._layout.flatten(batch.non_id_type_tensors, batch.embedding_tensors)
 
@@ -228,7 +239,13 @@ def describe(model: ServedModel) -> Mapping[str, Any]:
             "name": one.name,
             "datatype": "INT64",
             "shape": [-1, -1],
-            "parameters": {"kind": "id", "dim": one.dim, "optional": one.optional},
+            "parameters": {
+                "kind": "id",
+                # A program that looks up by itself takes ids, whose tables have the dims.
+                **({} if one.kind == "ids" else {"dim": one.dim}),
+                "optional": one.optional,
+                "single": one.single,
+            },
         }
         for one in model.features
     ]

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -52,6 +52,7 @@ class Layout:
     dense_names: tuple[str, ...]  # empty where they have none
     names: tuple[str, ...]  # of the id features
     kinds: tuple[str, ...]  # pooled, raw or jagged
+    advice: ClassVar[str] = "; format='torchscript' may"  # where torch.export cannot trace
 
     def flatten(
         self, dense: Sequence[torch.Tensor], embeddings: Sequence[torch.Tensor | Jagged]
@@ -78,8 +79,8 @@ class Layout:
         """Return what a model makes of flat tensors."""
         return model(*self.build(tensors))
 
-    def rows(self) -> AbstractContextManager[None]:
-        """Return what a program of this layout is called within."""
+    def rows(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return what a model of this layout, and its program, are called within."""
         return nullcontext()
 
     def finish(self, program: ExportedProgram) -> tuple[int, ...]:
@@ -199,7 +200,7 @@ def trace(
     while num_samples(layout, batch) < 4:
         batch = layout.double(batch)
     size = num_samples(layout, batch)
-    with torch.no_grad(), layout.rows():
+    with torch.no_grad(), layout.rows(model):
         expected = _called(flat, batch, type(model).__name__)
         names = flat.output_names
         _check_outputs(expected, names, size)
@@ -288,8 +289,7 @@ def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
             save(program, file)
     except Exception as exc:
         raise ConfigError(
-            f"model: torch.export cannot trace it: {str(exc).strip():.600}; "
-            "format='torchscript' may"
+            f"model: torch.export cannot trace it: {str(exc).strip():.600}{layout.advice}"
         ) from exc
     return file.getvalue()
 
@@ -375,10 +375,16 @@ def _is_independent(
     size = len(expected[0])
     half = size // 2
     head, tail = layout.cut(batch, 0, half), layout.cut(batch, half, size)
-    others = tuple(map(_other, tail, layout.is_sized()))
-    scaled = _joined(layout, head, others)
-    swapped = _joined(layout, tail, head)
-    for one, other, moved in zip(expected, flat(*scaled), flat(*swapped), strict=True):
+    sized = layout.is_sized()
+    try:
+        scaled = flat(*_joined(layout, head, tuple(map(_other, tail, sized))))
+    except Exception:  # numbers that are ids, and no row has the others
+        first = [
+            one[:1].expand_as(one) if of else one for one, of in zip(tail, sized, strict=True)
+        ]
+        scaled = flat(*_joined(layout, head, tuple(first)))
+    swapped = flat(*_joined(layout, tail, head))
+    for one, other, moved in zip(expected, scaled, swapped, strict=True):
         if other.shape != one.shape or not torch.equal(one[:half], other[:half]):
             return False
         both = torch.cat([moved[size - half :], moved[: size - half]])
@@ -511,6 +517,7 @@ class _Graph:
 
 _graphs: dict[bytes, _Graph] = {}  # by all of a file but the weights
 _graphs_lock = threading.Lock()  # guards it: versions of several models are loaded at once
+_load_lock = threading.Lock()  # held in torch.export.load, whose state is the process's
 
 
 def _load_exported(data: bytes) -> Program:
@@ -535,7 +542,7 @@ def _load_exported(data: bytes) -> Program:
         graph = _graphs.get(key)
     if graph is not None and graph.takes(weights):
         return graph.bind({name: graph.read(name, one) for name, one in weights.items()})
-    with warnings.catch_warnings():
+    with _load_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         called, graph = _direct(load(io.BytesIO(data)), _members(archive))
     if graph is not None and graph.takes(weights):

@@ -91,6 +91,12 @@ class Publisher:
         """Wait for the last version; raise what it raised."""
         self._is_closed = True
         self.wait()
+        if not any(self._counts.values()):
+            logger.warning(
+                "no version was published: training ended before the first was due, %g s "
+                "after publish was called; export writes one at once",
+                self._every_s,
+            )
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -14,8 +14,8 @@ Outputs = dict[str, NDArray[Any]]
 class Servable(Protocol):
     """One loaded version of a model. Any number of threads may call it at the same time.
 
-    It may have ``lookup_ns``: nanoseconds that the last call of this thread looked rows up; and
-    ``stats()``: what metrics say of its rows, see ``row_samples``.
+    It may have ``spent_ns``: nanoseconds of the last call of this thread in lookup and forward;
+    and ``stats()``: what metrics say of its rows, see ``row_samples``.
     """
 
     @property

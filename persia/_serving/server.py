@@ -106,6 +106,7 @@ class _HttpConnection(HttpToolsProtocol):
     head_timeout_s = 30.0
     max_connections = 1024
     _timer: asyncio.TimerHandle | None = None
+    _head_due: float | None = None  # seconds of the loop; None: no head is waited for
     _is_beyond = _is_answered = False
     # Requests that are not answered. uvicorn knows the last of those that came without waiting
     # for an answer, and would write those of the others to a connection that is gone.
@@ -137,7 +138,7 @@ class _HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin to answer."""
-        self._stop_waiting()
+        self._head_due = None
         super().on_headers_complete()
         if self.cycle is not None:
             left = (one for one in self._open if not one.response_complete)
@@ -145,7 +146,9 @@ class _HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._stop_waiting()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         super().connection_lost(exc)
         for cycle in self._open:
             if not cycle.response_complete:
@@ -154,13 +157,20 @@ class _HttpConnection(HttpToolsProtocol):
         self._open = ()
 
     def _await_head(self) -> None:
-        self._stop_waiting()
-        self._timer = self.loop.call_later(self.head_timeout_s, self.transport.close)
+        # The timer goes on from request to request: one for each costs more than reading it.
+        self._head_due = self.loop.time() + self.head_timeout_s
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.head_timeout_s, self._check_head)
 
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _check_head(self) -> None:
+        self._timer = None
+        if self._head_due is None:
+            return
+        left = self._head_due - self.loop.time()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check_head)
+        else:
+            self.transport.close()
 
 
 class _HttpServer(uvicorn.Server):

@@ -245,7 +245,7 @@ class InferenceService:
                     request.inputs = request.read_raw(model.metadata())
                 started = time.perf_counter_ns()
                 outputs = model(request.inputs)
-                job.times[3] = job.times[2] + getattr(model, "lookup_ns", 0)
+                _note_scored([job], model, started)
                 self._count(job, model, started, _num_rows(request))
                 self._finish(job, model, outputs)
             except BaseException as error:
@@ -261,8 +261,7 @@ class InferenceService:
             inputs = join_inputs(many, sizes)
             started = time.perf_counter_ns()
             outputs = model(inputs)
-            for job in jobs:
-                job.times[3] = job.times[2] + getattr(model, "lookup_ns", 0)
+            _note_scored(jobs, model, started)
         except Exception:
             return False
         parts = split_outputs(outputs, sizes)
@@ -282,7 +281,6 @@ class InferenceService:
         self.statistics.of(job.model, str(model.version)).add_execution(num_rows, spent)
 
     def _finish(self, job: InferJob, model: Servable, outputs: Arrays) -> None:
-        job.times[4] = time.perf_counter_ns()
         request = _request_of(job)
         if request.outputs:
             unknown = [one.name for one in request.outputs if one.name not in outputs]
@@ -348,13 +346,22 @@ def _request_of(job: InferJob) -> DecodedRequest:
     return job.request
 
 
+def _note_scored(jobs: Sequence[InferJob], model: Servable, started: int) -> None:
+    """Note the end of a call; what was neither lookup nor forward is of the stage before."""
+    ended = time.perf_counter_ns()
+    lookup, forward = getattr(model, "spent_ns", (0, ended - started))
+    for job in jobs:
+        job.times[2:5] = ended - forward - lookup, ended - forward, ended
+
+
 def _num_rows(request: DecodedRequest) -> int:
     """Rows of a request, for statistics, and of one that is joined."""
     inputs = request.inputs
     num_rows = 1
     for name, values in inputs.items():
-        base, _, kind = name.rpartition(".")
-        if values.ndim == 0 or (kind in ("values", "weights") and f"{base}.offsets" in inputs):
+        if values.ndim == 0 or len(values) <= num_rows:
             continue
-        num_rows = max(num_rows, len(values) - (kind == "offsets"))
+        base, _, kind = name.rpartition(".")
+        if kind not in ("values", "weights") or f"{base}.offsets" not in inputs:
+            num_rows = max(num_rows, len(values) - (kind == "offsets"))
     return num_rows

@@ -639,6 +639,8 @@ class ModelRepository(_Switches):
         try:
             found = self._scan()
             with self._changed:
+                if found is not None and not self._was_scanned:
+                    self._warn_of_missing(found)
                 # A root that was never read says nothing on which models there are.
                 self._was_scanned = self._was_scanned or found is not None
                 self._take(found)
@@ -837,6 +839,16 @@ class ModelRepository(_Switches):
             model.found = found.get(name)
             if model.found is not None and not model.found.problem:
                 model.current = model.found.current
+
+    def _warn_of_missing(self, found: Mapping[str, _Found]) -> None:
+        """Say which models are named and not there at the first look, or that none is."""
+        there = ", ".join(sorted(found)) or "none"
+        for name in sorted((self._models.keys() | self._policies.keys()) - found.keys()):
+            logger.warning(
+                "model %s is not in %s yet, whose models are: %s", name, self._root, there
+            )
+        if not found:
+            logger.warning("%s has no model yet, so that no request is answered", self._root)
 
     # --- on disk ------------------------------------------------------------------------------
 

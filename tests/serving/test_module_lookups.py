@@ -71,6 +71,20 @@ def test_single_ids_have_their_rows_the_padding_id_too() -> None:
     assert look_up(ids[:0], None, None, ["user"], ["none"], [3]).shape == (0,)
 
 
+def test_the_padding_ids_row_may_be_the_models() -> None:
+    ids = torch.tensor([[3, 7], [7, 4]])
+    rows = Rows()
+    for row in ([0.0, 0.0, 0.0], [0.5, -1.0, 2.0]):
+        with use_rows(rows):
+            found = served_lookup(ids, None, None, ["user"], ["none"], [3], 7, row)
+        expected = WEIGHTS["user"][ids]
+        expected[ids == 7] = torch.tensor(row)
+        assert torch.equal(found.view(2, 2, 3), expected)
+        with use_rows(rows):
+            found = served_lookup(ids, None, None, ["user"], ["none"], [3], 9, row)
+        assert torch.equal(found.view(2, 2, 3), WEIGHTS["user"][ids])
+
+
 def test_features_lie_one_behind_the_other_and_a_request_has_a_table_once() -> None:
     ids = torch.tensor([1, 2, 3, 4, 5, 6])
     rows = Rows()

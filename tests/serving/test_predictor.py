@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from persia._serving.bundle import ServedFeature
+from persia._serving.predictor import describe
 from persia.ctx import TrainCtx, eval_ctx
+from persia.embedding.data import PersiaBatch
 from persia.embedding.text_ids import hash_text
 from persia.errors import CheckpointError, DataError
 from persia.serving import Bundle, Predictor
@@ -81,6 +85,35 @@ def test_every_form_of_ids_is_the_same_batch(predictor: Predictor) -> None:
     assert np.array_equal(predictor(given | {"user": as_bytes})["output"], by_text)
 
 
+def test_ids_of_one_sample_are_refused_where_training_had_one(
+    trained: tuple[TrainCtx, Path], predictor: Predictor
+) -> None:
+    single = {one.name for one in predictor.model.features if one.single}
+    assert single == {"user", "hs"}
+    given = arrays(np.random.default_rng(3), 1)
+    with pytest.raises(DataError, match=r"'hs': expected one id a sample.*got \[1, 3\]"):
+        predictor(given | {"hs": np.array([[1, 2, 3]])})
+    # By what the features of its batch were declared as: `tags` may have one id by chance.
+    ctx, folder = trained
+    batch = batch_of(given | {"tags.values": np.array([3]), "tags.offsets": np.array([0, 1])})
+    for inputs, expected in (
+        (batch, single),
+        (PersiaBatch.from_bytes(batch.to_bytes()), set()),
+    ):
+        version = ctx.export(folder.parent.parent / "others", inputs)
+        model = Bundle.open(folder.parent.parent / "others" / str(version)).model
+        assert {one.name for one in model.features if one.single} == expected
+
+
+def test_the_last_call_says_how_long_it_looked_up_and_scored(predictor: Predictor) -> None:
+    given = arrays(np.random.default_rng(3), 4)
+    began = time.perf_counter_ns()
+    predictor(given)
+    lookup, forward = predictor.spent_ns
+    assert min(lookup, forward) > 0
+    assert lookup + forward < time.perf_counter_ns() - began
+
+
 def test_one_user_is_scored_with_many_candidates(predictor: Predictor) -> None:
     given = arrays(np.random.default_rng(5), 1)
     given |= {"tags.values": np.array([3, 4]), "tags.offsets": np.array([0, 2])}
@@ -143,6 +176,12 @@ def test_threads_share_a_predictor(predictor: Predictor) -> None:
 def test_metadata_and_counts(predictor: Predictor) -> None:
     found = predictor.metadata()
     json.dumps(found)
+    (user,) = [one for one in found["inputs"] if one["name"] == "user"]
+    expected = {"kind": "id", "dim": 8, "optional": False, "single": True}
+    assert user["parameters"] == expected
+    # What a program looks up by itself has no vector of one dim.
+    ids = replace(predictor.model, features=(ServedFeature("seen", "ids", 1),))
+    assert "dim" not in describe(ids)["inputs"][0]["parameters"]
     assert (found["name"], found["versions"]) == ("clicks", ["1"])
     assert found["outputs"] == [{"name": "output", "datatype": "FP32", "shape": [-1, 1]}]
     assert predictor.is_batch_independent

@@ -6,7 +6,10 @@ import io
 import json
 import os
 import pickle
+import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -152,6 +155,38 @@ def test_programs_of_one_graph_have_their_own_weights(
         assert torch.equal(one(*sample)[0], expected)
         graphs.clear()
         assert torch.equal(load_program(data, "export")(*sample)[0], expected)
+
+
+def test_programs_are_read_by_several_threads_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a server begins that serves several models."""
+    graphs: dict[bytes, Any] = {}
+    monkeypatch.setattr(program, "_graphs", graphs)
+    layout = Layout(0, (), ("feature",), ("pooled",))
+    sample = (torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),)
+    models = [kind(1).eval().requires_grad_(False) for kind in (Plain, Odd)]
+    files = [trace(model, layout, sample, "export").data for model in models] * 2
+    begin = Barrier(len(files))
+
+    def read(data: bytes) -> list[Any]:
+        begin.wait(60.0)
+        found = []
+        for _ in range(4):
+            graphs.clear()
+            found.append(load_program(data, "export"))
+        return found
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        with ThreadPoolExecutor(len(files)) as pool:
+            programs = list(pool.map(read, files))
+    finally:
+        sys.setswitchinterval(before)
+    for model, read_ones in zip(models * 2, programs, strict=True):
+        expected = model(*layout.build(sample))
+        assert all(torch.equal(one(*sample)[0], expected) for one in read_ones)
 
 
 def test_a_weight_of_another_size_is_no_weight_of_a_known_graph() -> None:

@@ -38,6 +38,21 @@ def test_a_version_is_begun_when_it_is_due_and_a_failure_waits_for_the_end() -> 
         Publisher(0, begin)  # type: ignore[arg-type]
 
 
+def test_an_end_before_the_first_version_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def begin() -> object:
+        return lambda: 1
+
+    publisher = Publisher(10, begin, lambda: 0.0)  # type: ignore[arg-type]
+    publisher.note_step()
+    publisher.close()
+    assert "no version was published: training ended before" in caplog.text
+    caplog.clear()
+    publisher = Publisher(10, begin, lambda: 0.0)  # type: ignore[arg-type]
+    publisher.publish()
+    publisher.close()
+    assert not caplog.text
+
+
 def test_a_model_that_cannot_be_copied_stops_no_training() -> None:
     now = [0.0]
 

@@ -167,6 +167,19 @@ def test_a_caller_that_has_gone_costs_no_call(
     assert model.calls == [1]
 
 
+def test_what_is_neither_lookup_nor_forward_is_of_the_stages_around_them() -> None:
+    class Timed(EchoModel):
+        spent_ns = 3, 5
+
+    service = InferenceService(FakeRepository(echo=Timed()), ServiceSettings())
+    asked = Asked(service, [[1.0]])
+    asked.outcome()
+    times = asked.job.times
+    assert (times[3] - times[2], times[4] - times[3]) == Timed.spent_ns
+    assert times == sorted(times)
+    assert service.close(PATIENCE_S)
+
+
 def test_metrics_and_the_log_of_slow_requests(
     service: InferenceService, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -153,6 +153,28 @@ def repository(tmp_path: Path, loader: Loader, clock: Clock) -> Iterator[ModelRe
     assert all(model.is_closed for model in loader.made)
 
 
+def test_models_that_are_not_there_at_the_first_look_are_said(
+    tmp_path: Path, loader: Loader, caplog: pytest.LogCaptureFixture
+) -> None:
+    all_of_it = ModelRepository(tmp_path, load=loader)
+    for _ in range(2):
+        all_of_it.poll()
+    assert [one.message for one in caplog.records] == [
+        f"{tmp_path} has no model yet, so that no request is answered"
+    ]
+    caplog.clear()
+    publish(tmp_path, 1)
+    policies = {"q": VersionPolicy.parse("all")}
+    settle(
+        named := ModelRepository(tmp_path, load=loader, models=["m", "n"], policies=policies)
+    )
+    warnings = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert warnings == [
+        f"model {name} is not in {tmp_path} yet, whose models are: m" for name in "nq"
+    ]
+    assert named.close(PATIENCE_S)
+
+
 # --- policies ---------------------------------------------------------------------------------
 
 

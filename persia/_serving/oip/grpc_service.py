@@ -19,6 +19,7 @@ import grpc.aio
 from persia._serving.access import AccessPolicy, Need
 from persia._serving.batcher import InferJob
 from persia._serving.oip import grpc_codec
+from persia._serving.oip.plans import PlanCache
 from persia._serving.oip.proto import inference_pb2 as pb
 from persia._serving.oip.rest import check_control, index_line
 from persia._serving.oip.status import EXTENSIONS, NAME, answer_of, ignore_answer, status_of
@@ -54,8 +55,8 @@ class MessageReader:
 
     def __init__(self, timeout_s: float, most: int, *, patience_s: float = 0.25) -> None:
         self.timeout_s, self._most, self._patience_s = timeout_s, most, patience_s
-        # By the task that reads: when it began. The first is the oldest.
-        self._reading: dict[asyncio.Future[Any], float] = {}
+        # The first is the oldest.
+        self._reading: dict[_Reading, None] = {}
         self._waiting: list[asyncio.Future[None]] = []
 
     async def read(self, name: str, context: Any) -> bytes:
@@ -68,19 +69,22 @@ class MessageReader:
         end = time.monotonic() + self.timeout_s
         while len(self._reading) >= self._most:
             await self._wait_for_turn(name, end)
-        now = time.monotonic()
-        reading = asyncio.ensure_future(context.read())
-        self._reading[reading] = now
+        reading = _Reading()
+        self._reading[reading] = None
+        # Cheaper than a task of its own.
+        timer = asyncio.get_running_loop().call_later(end - reading.began, reading.expire)
         try:
-            await asyncio.wait({reading}, timeout=max(0.0, end - now))
+            data = await context.read()
+        except asyncio.CancelledError:
+            if not reading.is_late:
+                raise
+            reading.go_on()
+            took = time.monotonic() - reading.began
+            raise ServiceTimeout(f"{name}: expected a message within {took:.2g} s") from None
         finally:
+            timer.cancel()
             del self._reading[reading]
-            is_late = reading.cancel() or reading.cancelled()
             self._wake_one()
-        if is_late:
-            took = time.monotonic() - now
-            raise ServiceTimeout(f"{name}: expected a message within {took:.2g} s")
-        data = reading.result()
         if data is grpc.aio.EOF:
             raise ProtocolError(f"{name}: expected a message, got none")
         return bytes(data)
@@ -93,12 +97,12 @@ class MessageReader:
                 now = time.monotonic()
                 if now >= end:
                     raise ServiceTimeout(f"{name}: expected a turn within {self.timeout_s:g} s")
-                oldest, began = next(iter(self._reading.items()))
-                until = began + self._patience_s
+                oldest = next(iter(self._reading))
+                until = oldest.began + self._patience_s
                 if now >= until:
-                    oldest.cancel()  # its own task, which runs next, gives its place away
+                    oldest.expire()  # its own task, which runs next, gives its place away
                     until = now + self._patience_s
-                await asyncio.wait({turn, oldest}, timeout=min(until, end) - now)
+                await asyncio.wait({turn}, timeout=min(until, end) - now)
         except BaseException:
             if turn.done():
                 self._wake_one()
@@ -110,6 +114,25 @@ class MessageReader:
     def _wake_one(self) -> None:
         if self._waiting:
             self._waiting.pop().set_result(None)
+
+
+class _Reading:
+    """A task that waits for its message since ``began``."""
+
+    def __init__(self) -> None:
+        self.began, self.is_late = time.monotonic(), False
+        self._task = asyncio.current_task()
+
+    def expire(self) -> None:
+        """Cancel the wait, if it goes on."""
+        if not self.is_late and self._task is not None:
+            self.is_late = True
+            self._task.cancel()
+
+    def go_on(self) -> None:
+        """Have the task run on after ``expire``."""
+        if self._task is not None and hasattr(self._task, "uncancel"):  # from Python 3.11
+            self._task.uncancel()
 
 
 class UnaryCalls:
@@ -161,6 +184,7 @@ class GrpcFrontend:
     ) -> None:
         self._service, self._calls, self._limits = service, calls, limits
         self._may_control = may_control
+        self._plans: PlanCache[grpc_codec.MessagePlan] = PlanCache()
 
     def handlers(self) -> tuple[Any, ...]:
         """Return what a gRPC server is given."""
@@ -187,7 +211,7 @@ class GrpcFrontend:
         )
 
     async def _infer(self, data: bytes, context: Any) -> bytes:
-        decode = partial(grpc_codec.decode, data, limits=self._limits)
+        decode = partial(grpc_codec.decode, data, limits=self._limits, plans=self._plans)
         return bytes(await answer_call(self._service, decode, grpc_codec.encode, data, context))
 
     async def _health(self, data: bytes, context: Any) -> bytes:

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import orjson
 
+from persia._serving.oip.plans import DataSpan, PlanCache, RequestPlan
 from persia._serving.oip.tensors import (
     Array,
     RequestLimits,
     add_pad,
+    check_parameters,
     checked_name,
     checked_shape,
     datatype_of,
@@ -32,9 +34,16 @@ _SHARED = "shared_memory_region"
 
 
 def decode(
-    body: bytes, header_length: str | None, encoding: str | None, limits: RequestLimits
+    body: bytes,
+    header_length: str | None,
+    encoding: str | None,
+    limits: RequestLimits,
+    plans: PlanCache[RequestPlan] | None = None,
 ) -> DecodedRequest:
-    """Return the request of a body; of ``header_length`` None, all of it is JSON."""
+    """Return the request of a body; of ``header_length`` None, all of it is JSON.
+
+    With ``plans``, which are for these limits, a header that came before is not read again.
+    """
     body = _decompressed(body, encoding, limits)
     if header_length is None:
         length = len(body)
@@ -48,11 +57,16 @@ def decode(
             )
         if length == 0:
             return DecodedRequest({}, read_raw=lambda about: raw_input(about, body, limits))
-    view = memoryview(body)
+    text = body[:length]
+    plan = None if plans is None or header_length is None else plans.find(text)
+    if plan is not None and len(body) - length == plan.num_bytes:
+        return plan.read(body, length)
     try:
-        header = orjson.loads(view[:length])
+        header = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"expected a request in JSON: {error}") from None
+        has_none = b"NaN" in text or b"Infinity" in text
+        what = "JSON, which has no NaN and no Infinity" if has_none else "JSON"
+        raise DataError(f"expected a request in {what}: {error}") from None
     if not isinstance(header, dict):
         raise DataError(f"expected a JSON object, got {type(header).__name__}")
     given = header.get("inputs")
@@ -61,17 +75,23 @@ def decode(
     if len(given) > limits.tensors:
         raise DataError(f"expected at most {limits.tensors} inputs, got {len(given)}")
     request = DecodedRequest({}, id=_text(header, "id"))
-    request.parameters = _parameters(header, "the request")
-    place = length
+    request.parameters = _parameters(header, "request")
+    data, spans, place = memoryview(body)[length:], [], 0
     for one in given:
-        place = _read_input(request, one, view, place, limits)
-    if place != len(body):
-        raise DataError(
-            f"expected {place - length} bytes of binary data, got {len(body) - length}"
-        )
+        span = _read_input(request, one, data, place, limits)
+        if span is not None:
+            spans.append(span)
+            place += span.size
+    if place != len(data):
+        raise DataError(f"expected {place} bytes of binary data, got {len(data)}")
     asked = request.parameters.get("binary_data_output", False)
     request.is_binary = _flag("binary_data_output", asked)
     request.outputs = _read_outputs(header.get("outputs"), request.is_binary, limits)
+    if plans is None or not RequestPlan.fits(request, spans, len(given)):
+        return request
+    if plans.wants(text):
+        plan = RequestPlan(request, spans)
+        plans.put(text, plan, length + plan.num_held)
     return request
 
 
@@ -153,14 +173,15 @@ def _decompressed(body: bytes, encoding: str | None, limits: RequestLimits) -> b
 
 
 def _read_input(
-    request: DecodedRequest, one: object, view: memoryview, place: int, limits: RequestLimits
-) -> int:
+    request: DecodedRequest, one: object, data: memoryview, place: int, limits: RequestLimits
+) -> DataSpan | None:
+    """Add an input to the request; return what it has of the data from ``place`` on, if any."""
     if not isinstance(one, dict):
         raise DataError(f"expected an object for each input, got {type(one).__name__}")
     name = checked_name(request.inputs, one.get("name"))
     shape, _ = checked_shape(name, one.get("shape"), limits)
     datatype = one.get("datatype")
-    parameters = _parameters(one, f"input {name!r}")
+    parameters = _parameters(one, "input", name)
     size = parameters.pop("binary_data_size", None)
     if _SHARED in parameters:
         raise DataError(f"input {name!r}: shared memory is not supported")
@@ -169,16 +190,16 @@ def _read_input(
         if "data" not in one:
             raise DataError(f"input {name!r}: expected `data` or `binary_data_size`")
         request.inputs[name] = from_json(name, datatype, shape, one["data"])
-        return place
+        return None
     if "data" in one:
         raise DataError(f"input {name!r}: expected `data` or `binary_data_size`, got both")
-    if type(size) is not int or not 0 <= size <= len(view) - place:
+    if type(size) is not int or not 0 <= size <= len(data) - place:
         raise DataError(
             f"input {name!r}: expected binary_data_size of at most the remaining "
-            f"{len(view) - place} bytes, got {size!r}"
+            f"{len(data) - place} bytes, got {size!r}"
         )
-    request.inputs[name] = from_raw(name, datatype, shape, view[place : place + size])
-    return place + size
+    request.inputs[name] = from_raw(name, datatype, shape, data[place : place + size])
+    return DataSpan(name, str(datatype), place, size)
 
 
 def _read_outputs(
@@ -193,7 +214,7 @@ def _read_outputs(
         name = one.get("name") if isinstance(one, dict) else None
         if not isinstance(name, str):
             raise DataError("expected an object with a name for each output")
-        parameters = _parameters(one, f"output {name!r}")
+        parameters = _parameters(one, "output", name)
         if _SHARED in parameters:
             raise DataError(f"output {name!r}: shared memory is not supported")
         if parameters.get("classification"):
@@ -216,12 +237,14 @@ def _text(header: Mapping[str, Any], name: str) -> str:
     return value
 
 
-def _parameters(header: Mapping[str, Any], owner: str) -> dict[str, Any]:
+def _parameters(header: Mapping[str, Any], place: str, name: str = "") -> dict[str, Any]:
     found = header.get("parameters")
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise DataError(f"parameters of {owner}: expected an object")
+        of = f"{place} {name!r}" if name else f"the {place}"
+        raise DataError(f"parameters of {of}: expected an object")
+    check_parameters(place, name, found)
     return found
 
 

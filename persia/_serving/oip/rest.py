@@ -24,6 +24,7 @@ from starlette.routing import Route
 from persia._serving.access import AccessPolicy, Need
 from persia._serving.batcher import InferJob
 from persia._serving.oip import http_codec
+from persia._serving.oip.plans import PlanCache, RequestPlan
 from persia._serving.oip.status import EXTENSIONS, NAME, answer_of, ignore_answer, status_of
 from persia._serving.oip.tensors import RequestLimits
 from persia._serving.request import DecodedRequest
@@ -143,6 +144,7 @@ class RestFrontend:
     ) -> None:
         self._service, self._access, self._limits = service, access, limits
         self._may_control = may_control
+        self._plans: PlanCache[RequestPlan] = PlanCache()
         self._bodies = BodyReader(
             limits.body_bytes,
             timeout_s=body_timeout_s,
@@ -206,6 +208,7 @@ class RestFrontend:
             None if length is None else length.decode("latin-1"),
             _text(headers, b"content-encoding"),
             self._limits,
+            self._plans,
         )
 
     def _timeout_s(self, headers: dict[bytes, bytes]) -> float:

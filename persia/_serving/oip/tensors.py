@@ -31,6 +31,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 BYTES, BF16 = "BYTES", "BF16"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Parameters that mean something here, and what has them.
+_PLACES = {
+    "pad": "input",
+    "binary_data_size": "input",
+    "binary_data": "output",
+    "binary_data_output": "request",
+    "timeout": "request",
+}
 _LENGTH = struct.Struct("<I")
 # Types of JSON values that an element may have, by the kind of its dtype.
 _JSON_TYPES: dict[str, set[type]] = {
@@ -189,6 +197,29 @@ def checked_name(names: Mapping[str, Any], name: object) -> str:
     return name
 
 
+def check_parameters(place: str, name: str, given: Mapping[str, Any]) -> None:
+    """Refuse parameters of this server in a wrong place, and ``pad`` by another name.
+
+    The protocol leaves parameters to servers: others are ignored. But without ``pad``, ids that
+    stand for none would count.
+
+    Args:
+        place: ``request``, ``input`` or ``output``.
+        name: Of the input or output.
+        given: Its parameters.
+    """
+    for one in given:
+        right = _PLACES.get(one, place)
+        if right != place:
+            expected = f"it of {'the' if right == 'request' else 'an'} {right}"
+        elif place == "input" and one != "pad" and one.lower().startswith("pad"):
+            expected = "'pad', the id that stands for none"
+        else:
+            continue
+        of = f"{place} {name!r:.120}" if name else f"the {place}"
+        raise DataError(f"parameter {one!r:.120} of {of}: expected {expected}")
+
+
 def add_pad(request: DecodedRequest, name: str, parameters: Mapping[str, Any]) -> None:
     """Hand an input's parameter ``pad`` on as the input ``<name>.pad``."""
     pad = parameters.get("pad")
@@ -196,7 +227,8 @@ def add_pad(request: DecodedRequest, name: str, parameters: Mapping[str, Any]) -
         return
     if type(pad) is not int or not -(1 << 63) <= pad < 1 << 64:
         raise DataError(f"input {name!r}: expected an id as parameter pad, got {pad!r}")
-    request.inputs[f"{name}.pad"] = np.array([pad], np.int64 if pad < 1 << 63 else np.uint64)
+    values = np.array([pad], np.int64 if pad < 1 << 63 else np.uint64)
+    request.inputs[checked_name(request.inputs, f"{name}.pad")] = values
 
 
 def _unknown(name: str, datatype: object) -> DataError:

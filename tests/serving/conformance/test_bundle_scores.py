@@ -136,6 +136,7 @@ def test_what_is_missing_or_wrong(client: Client) -> None:
         {name: values for name, values in given.items() if name != "user"},
         {name: values for name, values in given.items() if name != "dense"},
         given | {"user": given["user"][:2]},
+        given | {"user": np.arange(6).reshape(3, 2)},  # two ids of one user
         given | {"tags.offsets": given["tags.offsets"][::-1].copy()},
     ):
         with pytest.raises(Refused) as refused:

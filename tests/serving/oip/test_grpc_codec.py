@@ -43,6 +43,22 @@ def test_parameters_pad_and_model() -> None:
     assert found.parameters == {"timeout": 5}
 
 
+def test_parameters_in_a_wrong_place_are_refused() -> None:
+    theirs, misspelt, elsewhere = message(), message(), message()
+    theirs.inputs[0].parameters["content_type"].string_param = "np"
+    theirs.parameters["priority"].int64_param = 1
+    assert decode(theirs.SerializeToString(), job(), LIMITS).inputs["x"].tolist() == [0, 1]
+    misspelt.inputs[0].parameters["padding"].int64_param = 0
+    elsewhere.parameters["pad"].int64_param = 0
+    for one, expected in (
+        (misspelt, "parameter 'padding' of input 'x': expected 'pad', the id"),
+        (elsewhere, "parameter 'pad' of the request: expected it of an input"),
+    ):
+        with pytest.raises(DataError) as refused:
+            decode(one.SerializeToString(), job(), LIMITS)
+        assert expected in str(refused.value)
+
+
 def test_refused_messages() -> None:
     many = message()
     for name in "ab":

@@ -42,6 +42,37 @@ def test_encodings(encoding: str) -> None:
         decode(BODY, None, "br", LIMITS)
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "oops"])
+def test_numbers_that_json_does_not_have_are_named(value: str) -> None:
+    body = BODY.replace(b"[5]", f"[{value}]".encode())
+    with pytest.raises(DataError, match="expected a request in JSON") as refused:
+        decode(body, None, "", LIMITS)
+    assert ("which has no NaN" in str(refused.value)) == (value != "oops")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "expected"),
+    [
+        ("input", "padding", "parameter 'padding' of input 'x': expected 'pad', the id"),
+        ("input", "PAD", "parameter 'PAD' of input 'x': expected 'pad', the id"),
+        ("input", "timeout", "of input 'x': expected it of the request"),
+        ("request", "pad", "parameter 'pad' of the request: expected it of an input"),
+        ("output", "binary_data_size", "of output 'x': expected it of an input"),
+    ],
+)
+def test_parameters_in_a_wrong_place_are_refused(place: str, name: str, expected: str) -> None:
+    """And those of other servers are not: the protocol leaves them open."""
+    request = orjson.loads(BODY)
+    request["outputs"] = [{"name": "x"}]
+    owner = request if place == "request" else request[f"{place}s"][0]
+    owner["parameters"] = {"content_type": "np", "priority": 1}
+    assert decode(orjson.dumps(request), None, None, LIMITS).inputs["x"].tolist() == [5]
+    owner["parameters"][name] = 5
+    with pytest.raises(DataError) as refused:
+        decode(orjson.dumps(request), None, None, LIMITS)
+    assert expected in str(refused.value)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     JSON, st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, JSON)), st.binary(max_size=9)

@@ -4,21 +4,31 @@
 
 A DLRM of 26 id features and 13 dense values, rows of dim 16 in the serving process; one client,
 turns of 50 requests interleaved over all contenders. HTTP bodies are binary and the same bytes
-for both servers, and so are gRPC's messages. What is the server's own is a request
-without lookup and forward of the same Predictor in this process. Of that ``bare HTTP`` is what
-uvicorn takes to read the same bodies and to answer as many bytes without a look at them, and
-``decode`` is reading a body's tensors and making id features of them.
+for both servers, and so are gRPC's messages.
+
+What is the server's own is all of a request, as its client waits for it, but the lookup and the
+forward of that same request, which the server's statistics count (``compute_infer``): sockets,
+parsing, features, the queue, threads, writing. It is the mean of a few requests, and of such
+means the median. Beside it stands a request without the medians of lookup and forward in this
+process, where each is repeated alone with its caches warm: what cold caches cost a request's
+lookup and forward counts there as the server's.
+
+``bare HTTP`` is what uvicorn takes to read the same bodies and to answer as many bytes without
+a look at them, ``bare gRPC`` the same of grpc.aio, and ``decode`` is reading a body's tensors
+and making id features of them; ``lookup, then forward`` has both in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -31,6 +41,7 @@ import torch
 from numpy.typing import NDArray
 
 from persia._serving.oip import http_codec
+from persia._serving.oip.plans import PlanCache, RequestPlan
 from persia._serving.oip.proto import inference_pb2 as pb
 from persia._serving.oip.tensors import RequestLimits
 from persia._serving.triton import write_triton
@@ -56,6 +67,7 @@ from tests.serving.proofs.support import (
 from tests.support.waiting import until
 
 MODEL, BATCH, A_TURN, NUM_REQUESTS = "dlrm", 16_384, 50, 64
+NUM_WARM, A_MEAN = 2, 10  # turns that are not counted; requests of a mean
 NAMES = tuple(SLOTS)
 USER_FEATURES = NAMES[:10]  # one id for all candidates
 Inputs = dict[str, NDArray[Any]]
@@ -101,6 +113,50 @@ def requests(num_rows: int) -> list[Inputs]:
     return made
 
 
+def statistics(port: int) -> dict[str, dict[str, int]]:
+    """Return counts and nanoseconds by stage, as the server counts them."""
+    place = f"http://127.0.0.1:{port}/v2/models/{MODEL}/stats"
+    with urllib.request.urlopen(place, timeout=30) as reply:
+        (found,) = json.load(reply)["model_stats"]
+    stages: dict[str, dict[str, int]] = found["inference_stats"]
+    return stages
+
+
+class Served:
+    """Asks a server, and notes which milliseconds of requests are the server's own.
+
+    Args:
+        ask: Sends a request.
+        port: For HTTP, where the statistics are.
+    """
+
+    def __init__(self, ask: Ask, port: int) -> None:
+        self._ask, self._port = ask, port
+        self.own: list[float] = []  # means of ``A_MEAN`` requests
+        self.inner: list[float] = []  # alike, of lookup and forward
+
+    def __call__(self, number: int) -> None:
+        self._ask(number)
+
+    def begin(self) -> None:
+        """Begin a mean: no other request is under way."""
+        self._before = statistics(self._port)["compute_infer"]
+
+    def end(self, took: list[float]) -> None:
+        """End a mean of requests that took these milliseconds."""
+        before, found = self._before, self._before
+
+        def is_counted() -> bool:  # which comes after the answer
+            nonlocal found
+            found = statistics(self._port)["compute_infer"]
+            return found["count"] - before["count"] >= len(took)
+
+        until(is_counted, START_S)
+        assert found["count"] - before["count"] == len(took)
+        self.inner.append((found["ns"] - before["ns"]) / len(took) / 1e6)
+        self.own.append(sum(took) / len(took) - self.inner[-1])
+
+
 def over_http(stack: ExitStack, port: int, given: list[Inputs]) -> Ask:
     """Ask by a bare socket: a client's own time is not the server's."""
     connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
@@ -127,7 +183,7 @@ def over_http(stack: ExitStack, port: int, given: list[Inputs]) -> Ask:
     return ask
 
 
-_BARE = """
+_BARE_HTTP = """
 import sys
 import uvicorn
 
@@ -143,12 +199,34 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error", access_log=False, lif
 """
 
 
-def over_bare_http(stack: ExitStack, given: list[Inputs]) -> Ask:
-    """Ask uvicorn with nothing behind it for answers of about the size of a real one."""
+_BARE_GRPC = """
+import asyncio
+import sys
+import grpc
+import uvloop
+
+async def answer(_, context):
+    await context.read()
+    return ANSWER
+
+async def main():
+    service, method = "inference.GRPCInferenceService", "ModelInfer"
+    methods = {method: grpc.stream_unary_rpc_method_handler(answer)}
+    server = grpc.aio.server(handlers=[grpc.method_handlers_generic_handler(service, methods)])
+    server.add_insecure_port("127.0.0.1:" + sys.argv[1])
+    await server.start()
+    await server.wait_for_termination()
+
+ANSWER = bytes.fromhex(sys.argv[2])
+uvloop.run(main())
+"""
+
+
+def start_bare(stack: ExitStack, program: str, answer: str) -> int:
+    """Start a server with nothing behind it; return its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    size = 4 * CANDIDATES + 200
-    process = subprocess.Popen([sys.executable, "-c", _BARE, str(port), str(size)])
+        port: int = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", program, str(port), answer])
     stack.callback(process.wait, 30)
     stack.callback(process.terminate)
 
@@ -158,7 +236,21 @@ def over_bare_http(stack: ExitStack, given: list[Inputs]) -> Ask:
         return False
 
     until(is_open, START_S)
-    return over_http(stack, port, given)
+    return port
+
+
+def over_bare_http(stack: ExitStack, given: list[Inputs]) -> Ask:
+    """Ask uvicorn with nothing behind it for answers of about the size of a real one."""
+    return over_http(stack, start_bare(stack, _BARE_HTTP, str(4 * CANDIDATES + 200)), given)
+
+
+def over_bare_grpc(stack: ExitStack, given: list[Inputs]) -> Ask:
+    """Ask grpc.aio with nothing behind it for an answer like a real one."""
+    answer = pb.ModelInferResponse(model_name=MODEL, model_version="1")
+    answer.outputs.add(name="output", datatype="FP32", shape=(CANDIDATES, 1))
+    answer.raw_output_contents.append(bytes(4 * CANDIDATES))
+    port = start_bare(stack, _BARE_GRPC, answer.SerializeToString().hex())
+    return over_grpc(stack, f"127.0.0.1:{port}", given)
 
 
 def over_grpc(stack: ExitStack, address: str, given: list[Inputs]) -> Ask:
@@ -185,6 +277,32 @@ def over_grpc(stack: ExitStack, address: str, given: list[Inputs]) -> Ask:
     return ask
 
 
+class LookUp:
+    """Looks up features as a request has them: their ids are numbered by the lookup.
+
+    Args:
+        scores: Whether the net is called with the vectors, right behind the lookup.
+    """
+
+    def __init__(self, predictor: Predictor, given: list[Inputs], *, scores: bool) -> None:
+        self._predictor, self._given, self._scores = predictor, given, scores
+
+    def prepare(self) -> None:
+        """Make the features of a turn."""
+        self._decoded = [self._predictor._decode(one) for one in self._given]
+
+    def __call__(self, number: int) -> None:
+        predictor, lookup = self._predictor, self._predictor._lookup
+        assert lookup is not None
+        features, arrays, size = self._decoded[number % NUM_REQUESTS]
+        if not self._scores:
+            lookup(features)
+            return
+        with torch.inference_mode():
+            dense = [torch.from_numpy(one) for one in arrays]
+            predictor._program(*predictor._with_embeddings(dense, features, size, lookup))
+
+
 def in_process(stack: ExitStack, bundle: Path, given: list[Inputs]) -> dict[str, Ask]:
     """Return the Predictor, its two parts, and the reading of a body before them."""
     predictor = stack.enter_context(closing(Predictor(bundle)))
@@ -199,13 +317,6 @@ def in_process(stack: ExitStack, bundle: Path, given: list[Inputs]) -> dict[str,
         with torch.inference_mode():
             found(*tensors)
 
-    lookup, decode = predictor._lookup, predictor._decode
-    features = [decode(one)[0] for one in given]
-
-    def look_up(number: int) -> None:
-        assert lookup is not None
-        lookup(features[number % NUM_REQUESTS])
-
     def ask(number: int) -> None:
         predictor(given[number % NUM_REQUESTS])
 
@@ -214,26 +325,41 @@ def in_process(stack: ExitStack, bundle: Path, given: list[Inputs]) -> dict[str,
         body, headers = binary_body(one)
         bodies.append((body, headers[http_codec.HEADER_LENGTH]))
     limits = RequestLimits()
+    plans: PlanCache[RequestPlan] = PlanCache()
 
     def read(number: int) -> None:
         body, length = bodies[number % NUM_REQUESTS]
-        decode(http_codec.decode(body, length, None, limits).inputs)
+        predictor._decode(http_codec.decode(body, length, None, limits, plans).inputs)
 
-    return {"Predictor": ask, "lookup": look_up, "forward": forward, "decode": read}
+    return {
+        "Predictor": ask,
+        "lookup": LookUp(predictor, given, scores=False),
+        "forward": forward,
+        "lookup, then forward": LookUp(predictor, given, scores=True),
+        "decode": read,
+    }
 
 
 def measure(contenders: dict[str, Ask], rounds: int) -> dict[str, NDArray[np.float64]]:
     """Return the milliseconds of each request of each contender."""
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     names, rng = list(contenders), np.random.default_rng(2)
-    for turn in range(-2, rounds):
+    for turn in range(-NUM_WARM, rounds):
         for name in rng.permutation(names).tolist():
             ask = contenders[name]
+            if isinstance(ask, LookUp):
+                ask.prepare()
+            took: list[float] = []
             for number in range(A_TURN):
+                if isinstance(ask, Served) and number % A_MEAN == 0:
+                    ask.begin()
                 began = time.perf_counter()
                 ask(turn * A_TURN + number)
-                if turn >= 0:
-                    spent[name].append(1e3 * (time.perf_counter() - began))
+                took.append(1e3 * (time.perf_counter() - began))
+                if isinstance(ask, Served) and len(took) % A_MEAN == 0:
+                    ask.end(took[-A_MEAN:])
+            if turn >= 0:
+                spent[name] += took
     return {name: np.array(one) for name, one in spent.items()}
 
 
@@ -284,9 +410,11 @@ def contend(stack: ExitStack, folder: Path, given: list[Inputs]) -> tuple[dict[s
     server.wait()
     bundle = folder / "models" / MODEL / "1"
     contenders = in_process(stack, bundle, given)
-    contenders["HTTP"] = over_http(stack, server.http_port, given)
+    contenders["HTTP"] = Served(over_http(stack, server.http_port, given), server.http_port)
     contenders["bare HTTP"] = over_bare_http(stack, given)
-    contenders["gRPC"] = over_grpc(stack, f"127.0.0.1:{server.grpc_port}", given)
+    by_grpc = over_grpc(stack, f"127.0.0.1:{server.grpc_port}", given)
+    contenders["gRPC"] = Served(by_grpc, server.http_port)
+    contenders["bare gRPC"] = over_bare_grpc(stack, given)
     why = why_no_triton()
     if why:
         print(f"no Triton beside it: {why}")
@@ -304,6 +432,33 @@ def contend(stack: ExitStack, folder: Path, given: list[Inputs]) -> tuple[dict[s
     return contenders, server.http_port
 
 
+def report_stages(lines: Lines, port: int) -> None:
+    """Print the mean times of the server's own statistics, of both protocols together."""
+    means = {
+        name: one["ns"] / max(one["count"], 1) / 1e6 for name, one in statistics(port).items()
+    }
+    for name, what in (
+        ("queue", "until a thread has it"),
+        ("compute_input", "reading it, features"),
+        ("compute_infer", "lookup, forward"),
+        ("compute_output", "writing the answer"),
+    ):
+        lines.show(f"in the server: {what}", f"mean {means[name]:.3f} ms")
+
+
+def report_own(lines: Lines, contenders: dict[str, Ask]) -> None:
+    """Judge what is the server's own of a request."""
+    for name, bound in (("HTTP", 0.4), ("gRPC", 0.6)):
+        asked = contenders[name]
+        assert isinstance(asked, Served)
+        own, inner = (
+            float(np.median(one[NUM_WARM * A_TURN // A_MEAN :]))
+            for one in (asked.own, asked.inner)
+        )
+        lines.show_time(f"{name}, the server's own", own, "ms", bound)
+        lines.show(f"{name}, its lookup and forward", f"{inner:.3f} ms")
+
+
 def report(lines: Lines, found: dict[str, NDArray[np.float64]]) -> None:
     middle = {name: percentile(times, 50) for name, times in found.items()}
     for name, times in found.items():
@@ -312,8 +467,17 @@ def report(lines: Lines, found: dict[str, NDArray[np.float64]]) -> None:
     inner = middle["lookup"] + middle["forward"]
     lines.show_time("HTTP p50", middle["HTTP"], "ms", 1.5)
     lines.show_time("HTTP p99", percentile(found["HTTP"], 99), "ms", 3.0)
-    lines.show_time("HTTP p50 without lookup and forward", middle["HTTP"] - inner, "ms", 0.4)
-    lines.show_time("gRPC p50 without lookup and forward", middle["gRPC"] - inner, "ms", 0.6)
+    for way in ("HTTP", "gRPC"):
+        rest = middle[way] - inner
+        lines.show(f"{way} p50 without lookup and forward alone", f"{rest:.3f} ms")
+    both = middle["lookup, then forward"]
+    for what, value in (
+        ("both in turn, as a request has them", both - inner),
+        ("features made, and all else of a Predictor", middle["Predictor"] - both),
+        ("HTTP, the queue and two threads", middle["HTTP"] - middle["Predictor"]),
+        ("gRPC, the queue and three threads", middle["gRPC"] - middle["Predictor"]),
+    ):
+        lines.show(f"of that: {what}", f"{value:.3f} ms")
     for way, bound in (("HTTP", 1.0), ("gRPC", 1.2)):
         if f"Triton {way}" in middle:
             ratio = middle[way] / middle[f"Triton {way}"]
@@ -336,6 +500,8 @@ def main() -> int:
         given = requests(options.rows)
         contenders, port = contend(stack, folder, given)
         report(lines, measure(contenders, options.rounds))
+        report_own(lines, contenders)
+        report_stages(lines, port)
         rate, late = capacity(stack, port, given, options.seconds)
         lines.show("capacity", f"{rate * CANDIDATES:.0f} candidates/s")
         p50, p99 = percentile(late, 50), percentile(late, 99)
