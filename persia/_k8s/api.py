@@ -120,7 +120,8 @@ class _Login:
             context = info.as_ssl_context()
         self._session = aiohttp.ClientSession(
             headers=info.as_http_headers(),
-            connector=aiohttp.TCPConnector(ssl=context),
+            # Each watch holds a connection, and there is one for each namespace and kind.
+            connector=aiohttp.TCPConnector(ssl=context, limit=0),
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
         )
 

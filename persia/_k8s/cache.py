@@ -120,6 +120,7 @@ class Cache:
 
     def __init__(self, changed: Callable[[Key, str], None]) -> None:
         self.entries: defaultdict[Key, JobEntry] = defaultdict(JobEntry)
+        self._keys: dict[str, Key] = {}  # of children, by uid
         self._changed = changed
         # By kind and namespace: the newest version that a list or a watch has shown.
         self._shown: dict[tuple[str, str | None], int] = {}
@@ -129,16 +130,24 @@ class Cache:
 
     def note(self, found: Object, *, is_deleted: bool = False) -> None:
         """Note how an object is, or was when it was deleted."""
-        key, kind = _key_of(found), found["kind"]
+        kind, uid = found["kind"], found["metadata"]["uid"]
+        key = self._keys.get(uid) or _key_of(found)
         entry = self.entries[key]
         known = entry.of(found)
         if is_deleted:
+            self._keys.pop(uid, None)
             if known is not None:
                 entry.drop(known)
                 self._changed(key, kind)
         elif known is None or _version(found) >= _version(known):
+            if key != _key_of(found):  # its label names another job now
+                self.note(found, is_deleted=True)
+                self.note(found)
+                return
             new = kept(found)
             entry.put(new)
+            if kind != KIND:
+                self._keys[uid] = key
             if known is None or _unversioned(new) != _unversioned(known):
                 self._changed(key, kind)
         if entry.job is None and not entry.children:

@@ -108,7 +108,10 @@ async def _call(
         try:
             await api.delete(action.object)
         except ApiError as exc:
-            if exc.status not in (_NOT_FOUND, _CONFLICT):
+            if exc.status == _CONFLICT:  # another object of that name, or a webhook's refusal
+                logger.warning("%s", exc)
+                return
+            if exc.status != _NOT_FOUND:
                 raise
         cache.note_deletion(action.object)
     elif isinstance(action, WriteStatus):
@@ -255,23 +258,28 @@ class Operator:
 
     async def step(self, key: Key) -> bool:
         """Reconcile a job once; returns whether there was anything to do."""
-        job = self.cache.job(key)
+        if self.cache.job(key) is not None:
+            await self._ask_why(key)
+        job = self.cache.job(key)  # as it is after that
         if job is None:
             return False
         memory = self._memory[key]
-        own = list(self.cache.entries[key].children.values())
-        pods = [one for one in own if one["kind"] == "Pod"]
-        objects = [one for one in own if one["kind"] != "Pod"]
-        await self._ask_why(key, memory, objects, pods)
+        objects, pods = self._children(key)
         children = Children(objects, pods, {**memory.refused, **memory.warned})
         actions = reconcile(job, children, datetime.now(timezone.utc), self._settings)
         memory.refused = await carry_out(self._api, job, actions, self.cache)
         return bool(actions)
 
-    async def _ask_why(
-        self, key: Key, memory: _Memory, objects: Sequence[Object], pods: Sequence[Object]
-    ) -> None:
+    def _children(self, key: Key) -> tuple[list[Object], list[Object]]:
+        """Return the objects of a job, and its pods."""
+        own = self.cache.entries[key].children.values()
+        pods = [one for one in own if one["kind"] == "Pod"]
+        return [one for one in own if one["kind"] != "Pod"], pods
+
+    async def _ask_why(self, key: Key) -> None:
         """Look up why Jobs have no pods, such as a quota: only events say so."""
+        memory = self._memory[key]
+        objects, pods = self._children(key)
         owners = {
             owner["uid"] for pod in pods for owner in pod["metadata"].get("ownerReferences", ())
         }
@@ -308,17 +316,16 @@ class Operator:
         if now - asked_at < _REFUSED_S:
             return found
         self._failures[namespace] = (now, found)
-        events = await self._api.list(
-            "v1",
-            "Event",
-            namespace,
-            fieldSelector="reason=FailedCreate,involvedObject.kind=Job",
-        )
-        found = {
-            str(event["involvedObject"].get("uid")): " ".join(event["message"].split())
-            for event in events
-        }
-        self._failures[namespace] = (now, found)
+        selector = "reason=FailedCreate,involvedObject.kind=Job"
+        try:
+            events = await self._api.list("v1", "Event", namespace, fieldSelector=selector)
+            found = {
+                str(event["involvedObject"].get("uid")): " ".join(event["message"].split())
+                for event in events
+            }
+        except ApiError as exc:  # jobs are reconciled without it
+            logger.warning("%s", exc)
+        self._failures[namespace] = (asyncio.get_running_loop().time(), found)
         return found
 
     async def settle(self) -> None:
@@ -358,17 +365,21 @@ class Operator:
 
     async def run(self, api: KubernetesApi) -> None:
         """Work until a signal comes."""
-        versions = await self.list_all()
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        tasks = [
-            *(self.cache.follow(api, *of) for of in versions.items()),
-            *(self.work(queue) for queue in (self._new, *[self._others] * _NUM_OTHERS)),
-            *(self.sweep(), stopped.wait()),
-        ]
-        running = [asyncio.ensure_future(one) for one in tasks]
+        listed = asyncio.ensure_future(self.list_all())
+        running: list[asyncio.Future[Any]] = [listed, asyncio.ensure_future(stopped.wait())]
         try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.is_set():
+                return
+            tasks = [
+                *(self.cache.follow(api, *of) for of in listed.result().items()),
+                *(self.work(queue) for queue in (self._new, *[self._others] * _NUM_OTHERS)),
+                self.sweep(),
+            ]
+            running = [*running[1:], *(asyncio.ensure_future(one) for one in tasks)]
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for one in done:  # but for the signal, none ends unless it fails
                 one.result()

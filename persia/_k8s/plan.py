@@ -108,8 +108,9 @@ class Engine:
 _SPARE = len("-abcde")
 # Annotations of its pods: a JobSet that is created again, or starts all of its Jobs again, has
 # the same specs for them.
+_SET_UID = "JOBSET_UID"
 _OF_JOB_SET = {
-    "JOBSET_UID": "jobset.sigs.k8s.io/jobset-uid",
+    _SET_UID: "jobset.sigs.k8s.io/jobset-uid",
     "JOBSET_RESTART": "jobset.sigs.k8s.io/restart-attempt",
 }
 ENGINES = {
@@ -225,8 +226,12 @@ def plan_job(
     # Another job of this name, or another start of it, is another run.
     if run_id is None:
         run_id = job.name if owner is None else f"{job.name}-{owner.uid[:8]}-{owner.attempt}"
+    job_id = run_id if owner is None else f"{job.name}-{owner.uid[:8]}"
+    if owner is None and _SET_UID in found.starts:
+        job_id = f"{job_id}-$({_SET_UID})"
     run_id = "-".join((run_id, *(f"$({name})" for name in found.starts)))
-    shared = _variables(job, roles, keys_secret, run_id)
+    ids = {env.run_id.name: run_id, env.job_id.name: job_id}
+    shared = {**_variables(job, roles, keys_secret), **ids}
     return Plan(
         job=job,
         engine=found,
@@ -271,14 +276,13 @@ def _check_names(job: PersiaJob, engine: Engine, roles: Iterable[RolePlan]) -> N
 
 
 def _variables(
-    job: PersiaJob, roles: Iterable[RolePlan], keys_secret: str | None, run_id: str
+    job: PersiaJob, roles: Iterable[RolePlan], keys_secret: str | None
 ) -> dict[str, str]:
     """Return the variables that all containers of a job have."""
     found = {
         env.global_config_path.name: job.spec.persiaEnv.PERSIA_GLOBAL_CONFIG,
         env.embedding_config_path.name: job.spec.persiaEnv.PERSIA_EMBEDDING_CONFIG,
         env.log_level.name: job.spec.logLevel,
-        env.run_id.name: run_id,
         env.listen_host.name: "0.0.0.0",
         env.metrics_host.name: "0.0.0.0",
         env.metrics_port.name: str(METRICS_PORT),

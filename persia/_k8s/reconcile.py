@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from persia import env
 from persia._k8s.plan import TRAINER, Note, Owner, Plan, plan_job
 from persia._k8s.pods import ATTEMPT_LABEL, SPEC_ANNOTATION
 from persia._k8s.render import WRITERS
@@ -33,6 +34,7 @@ from persia._k8s.status import (
     condition,
     conditions,
     failure,
+    is_held,
     problems,
     replica_statuses,
     result_of,
@@ -278,7 +280,9 @@ class _Step:
     def _suspended(self) -> list[Action]:
         left = f"{len(self._runs)} Jobs are being deleted" if self._runs else ""
         suspended = condition("Suspended", True, "Suspended", "")
-        if (self._job.get("status") or {}).get("phase", "Suspended") != "Suspended":
+        phase = (self._job.get("status") or {}).get("phase", "Suspended")
+        # A start creates its Jobs before it writes its phase, which may then be refused.
+        if self._current or phase != "Suspended":
             # Alone: from then on the Jobs are those of an attempt that is over.
             self._status["suspensions"] = self._status.get("suspensions", 0) + 1
             return self._write("Suspended", left, suspended)
@@ -317,7 +321,10 @@ class _Step:
         found: list[Action] = [
             Delete(one) for one in self._runs if one not in self._current and not _is_going(one)
         ]
-        changed = [condition("Suspended", False, "Resumed", "")]
+        held = [
+            f"{one['kind']} {one['metadata']['name']}" for one in self._current if is_held(one)
+        ]
+        changed = [self._suspension(held)]
         is_stale = any(self._is_stale(one) for one in self._current)
         text = "suspend the job and resume it: the spec has changed since it was started"
         changed.append(condition("SpecChanged", is_stale, "SpecChanged", text * is_stale))
@@ -332,11 +339,27 @@ class _Step:
                 found.append(CreateKeys(self._plan))
             found += [Create(one) for one in missing]
         causes = [*taken, *problems(self._plan, self._children.pods)]
+        causes += [f"{one} is suspended, as by a queue" for one in held]
         causes += [f"{name}: {why}" for (_, name), why in self._children.refusals.items()]
         phase = "Running" if self._all_run() else self._status["phase"]
         phase = "Pending" if phase == "Suspended" else phase
         message = causes[0] if causes else (text if is_stale else "")
         return [*found, *self._write(phase, message, *changed)]
+
+    def _suspension(self, held: Sequence[str]) -> dict[str, Any]:
+        """Return the condition; once it is over, with where the training goes on."""
+        if held:
+            return condition("Suspended", True, "Queued", f"{held[0]} is suspended")
+        trainers = self._plan.role(TRAINER)
+        if trainers is None or trainers.is_restarted:
+            text = "training goes on from its newest checkpoint"
+        else:
+            text = (
+                "training begins with a new dense net, unless the script's "
+                f"checkpoint_folder has a checkpoint of this job; {env.resume_from.name} is "
+                "not set"
+            )
+        return condition("Suspended", False, "Resumed", text)
 
     def _is_stale(self, one: Object) -> bool:
         annotations = one["metadata"].get("annotations") or {}

@@ -58,6 +58,12 @@ def result_of(run: Object) -> str:
     return ""
 
 
+def is_held(run: Object) -> bool:
+    """Return whether a Job or a JobSet is suspended, as a queue does with those that wait."""
+    found = (run.get("status") or {}).get("conditions") or ()
+    return any(one["type"] == "Suspended" and one["status"] == "True" for one in found)
+
+
 def replica_statuses(
     plan: Plan, pods: Sequence[Object], jobs: Sequence[Object] = ()
 ) -> dict[str, dict[str, int]]:

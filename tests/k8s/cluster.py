@@ -58,7 +58,7 @@ class Cluster:
         self.job["spec"] |= spec
         meta = self.job["metadata"]
         meta["generation"] += 1
-        meta["resourceVersion"] += "0"
+        meta["resourceVersion"] = str(next(self.api._numbers))
 
     def end(
         self, name: str, how: str = "Complete", reason: str = "", kind: str = "Job"

@@ -2,6 +2,8 @@
 
     {"pods": [...], "secret": {...}, "ports": {"POD:PORT": ["host", 1234]}}
 
+Each that forwards writes its process id to the file's name with .pids.
+
 Words are those of kubectl, and so is what it prints; calls that it does not know fail.
 """
 
@@ -25,8 +27,13 @@ def copy(source: socket.socket, target: socket.socket) -> None:
 def forward(listener: socket.socket, place: tuple[str, int]) -> None:
     while True:
         here, _ = listener.accept()
-        there = socket.create_connection(place)
         print(f"Handling connection for {listener.getsockname()[1]}", flush=True)
+        try:
+            there = socket.create_connection(place)
+        except OSError as exc:  # as in a pod in which nothing listens
+            print(f"an error occurred forwarding: {exc}", file=sys.stderr, flush=True)
+            here.close()
+            continue
         for pair in ((here, there), (there, here)):
             threading.Thread(target=copy, args=pair, daemon=True).start()
 
@@ -39,8 +46,12 @@ def port_forward(pod: str, ports: list[str], known: dict[str, Any]) -> None:
             sys.exit("error: unable to forward port because pod is not running.")
         listener = socket.create_server(("127.0.0.1", 0))
         print(f"Forwarding from 127.0.0.1:{listener.getsockname()[1]} -> {port}", flush=True)
-        threads.append(threading.Thread(target=forward, args=(listener, tuple(place))))
+        threads.append(
+            threading.Thread(None, forward, args=(listener, tuple(place)), daemon=True)
+        )
         threads[-1].start()
+    with Path(f"{os.environ['KUBECTL_STAND_IN']}.pids").open("a") as pids:
+        pids.write(f"{os.getpid()}\n")
     for one in threads:
         one.join()
 

@@ -36,11 +36,13 @@ def measure(log: TextIO) -> None:
         queue(self, key)
 
     async def timed_step(self: Operator, key: Key) -> bool:
-        begin = time.monotonic()
+        begin, job = time.monotonic(), self.cache.job(key)
         since = queued.pop(key, begin)
         try:
             return await step(self, key)
         finally:
+            if job is not None and not job.get("status"):
+                note("create", time.monotonic() - begin)
             note("reconcile", time.monotonic() - begin)
             note("latency", time.monotonic() - since)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,21 @@ import pytest
 import yaml
 
 from persia import env
+from tests.support.processes import ROOT
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate.utils")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 cel = pytest.importorskip("cel")
 
-VERSIONS: list[str] = kubernetes_validate.all_versions()
 _FILES = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+# Of `make k8s-schemas`: versions that the package has no more.
+_OLD_FILES = ROOT / "build" / "k8s-schemas"
+OLD = tuple(
+    one
+    for one in (f"1.{minor}.0" for minor in range(20, 25))
+    if (_OLD_FILES / f"v{one}-local-strict").is_dir()
+)
+VERSIONS: tuple[str, ...] = tuple(kubernetes_validate.all_versions())
 _RESOURCES = {
     "JobSet": "jobset.x-k8s.io_jobsets",
     "TrainJob": "trainer.kubeflow.org_trainjobs",
@@ -35,7 +44,7 @@ def check(rendered: Mapping[str, Any], versions: tuple[str, ...] = ()) -> None:
     if rendered["kind"] in _RESOURCES:
         check_custom(rendered, _custom_schema(_RESOURCES[rendered["kind"]]))
         return
-    for version in versions or tuple(VERSIONS):
+    for version in versions or VERSIONS:
         errors = list(
             _validator(version, rendered["apiVersion"], rendered["kind"]).iter_errors(rendered)
         )
@@ -46,17 +55,20 @@ def check(rendered: Mapping[str, Any], versions: tuple[str, ...] = ()) -> None:
 def _validator(version: str, api_version: str, kind: str) -> Any:
     group, _, number = api_version.rpartition("/")
     name = "-".join(filter(None, (kind, group.partition(".")[0], number))).lower()
-    folder = _FILES / f"v{version}-local-strict"
-    text = (folder / f"{name}.json").read_text(encoding="utf-8")
-    schema = json.loads(text.replace("/api/_definitions.json#/", "#/"))
-    schema["$defs"] = _definitions(folder)
-    schema.pop("$id")
+    folder = (_OLD_FILES if version in OLD else _FILES) / f"v{version}-local-strict"
+    schema = _read(folder / f"{name}.json") | _read(folder / "_definitions.json")
+    # An older draft has other names, and none that its validator would have to fetch.
+    for key in ("$id", "$schema"):
+        schema.pop(key, None)
     return jsonschema_rs.validator_for(schema)
 
 
 @functools.cache
-def _definitions(folder: Path) -> Any:
-    return json.loads((folder / "_definitions.json").read_text(encoding="utf-8"))["$defs"]
+def _read(path: Path) -> dict[str, Any]:
+    """Return a schema whose references are to definitions within it."""
+    text = path.read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(re.sub(r"(/api/)?_definitions\.json#/", "#/", text))
+    return found
 
 
 @functools.cache

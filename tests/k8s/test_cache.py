@@ -245,3 +245,18 @@ def test_of_children_only_what_is_read_is_kept() -> None:
     assert len(str(small)) < len(str(own)) / 3
     # What it takes to delete one is there.
     assert all(one["apiVersion"] and one["metadata"]["uid"] for one in small)
+
+
+def test_a_child_whose_label_changes_is_of_the_other_job_alone() -> None:
+    changed: list[tuple[str, str]] = []
+    cache = Cache(lambda key, _: changed.append(key))
+    cache.note(pod("p", 1))
+    cache.note(pod("p", 3, labels={"persia_job": "other"}))
+    assert changed == [KEY, KEY, ("default", "other")]
+    assert list(cache.entries) == [("default", "other")]
+    cache.note(pod("p", 2))  # a late event
+    assert list(cache.entries) == [("default", "other")]
+    cache.note(pod("p", 4), is_deleted=True)  # by a watch that shows it as it was
+    assert not cache.entries
+    cache.note(pod("p", 5))
+    assert list(cache.entries) == [KEY]

@@ -68,8 +68,8 @@ def started(**spec: Any) -> tuple[Cluster, JobSetStandIn]:
     return cluster, controller
 
 
-def run_ids(controller: JobSetStandIn) -> set[str]:
-    """Return what processes read as the name of their run."""
+def run_ids(controller: JobSetStandIn, variable: str = env.run_id.name) -> set[str]:
+    """Return what processes read as the name of their run, or another variable."""
     found = set()
     for job in controller.jobs().values():
         template = job["spec"]["template"]
@@ -85,8 +85,8 @@ def run_ids(controller: JobSetStandIn) -> set[str]:
             for name in set(names) & values.keys():
                 text = text.replace(f"$({name})", values[name])
             values[one["name"]] = text
-        assert "$(" not in values[env.run_id.name]
-        found.add(values[env.run_id.name])
+        assert "$(" not in values[variable]
+        found.add(values[variable])
     assert len(found) == 1  # every process of a start
     return found
 
@@ -136,6 +136,7 @@ def test_the_job_has_succeeded_when_trainers_have_though_servers_run() -> None:
 def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed() -> None:
     cluster, controller = started(maxRestarts=2)
     runs: set[str] = set()
+    job = run_ids(controller, env.job_id.name)
     for restart in (1, 2):
         before = {one["metadata"]["uid"] for one in controller.jobs().values()}
         runs |= run_ids(controller)
@@ -147,6 +148,7 @@ def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed
         cluster.settle()
         assert cluster.status["phase"] != "Failed"
     assert len(runs | run_ids(controller)) == 3
+    assert run_ids(controller, env.job_id.name) == job
     end(controller, "Failed", "nn-worker")
     cluster.settle()
     assert cluster.status["phase"] == "Failed"
@@ -155,7 +157,7 @@ def test_a_failed_server_restarts_all_of_it_so_often_and_then_the_job_has_failed
 
 def test_a_suspended_job_has_no_job_set_and_one_again_when_it_is_resumed() -> None:
     cluster, controller = started()
-    runs = run_ids(controller)
+    runs, job = run_ids(controller), run_ids(controller, env.job_id.name)
     cluster.change(suspend=True)
     cluster.settle()
     assert not cluster.api.of("JobSet")
@@ -165,10 +167,41 @@ def test_a_suspended_job_has_no_job_set_and_one_again_when_it_is_resumed() -> No
     controller.step()
     assert len(controller.hosts()) == 7
     assert len(runs | run_ids(controller)) == 2
+    assert run_ids(controller, env.job_id.name) == job
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ([], "a new dense net, unless the script's checkpoint_folder"),
+        ([{"name": "PERSIA_RESUME_FROM", "value": "/c"}], "goes on from its newest checkpoint"),
+    ],
+)
+def test_a_job_set_that_a_queue_suspends_and_resumes_says_so_and_where_it_goes_on(
+    variables: list[dict[str, str]], text: str
+) -> None:
+    cluster, controller = started(env=variables)
+    cluster.settle()
+    assert "Suspended" not in cluster.conditions()
+    job = run_ids(controller, env.job_id.name)
+    controller.job_set["spec"]["suspend"] = True  # as Kueue does
+    controller.step()
+    cluster.settle()
+    assert cluster.conditions()["Suspended"] == "True"
+    assert cluster.status["message"] == "JobSet adult-income is suspended, as by a queue"
+    controller.job_set["spec"]["suspend"] = False
+    controller.step()
+    cluster.settle()
+    (found,) = (one for one in cluster.status["conditions"] if one["type"] == "Suspended")
+    assert (found["status"], text in found["message"]) == ("False", True)
+    assert "message" not in cluster.status
+    # Its checkpoints are those of this job.
+    assert run_ids(controller, env.job_id.name) == job
 
 
 def test_a_rendered_job_set_that_is_created_again_is_another_run() -> None:
     runs: set[str] = set()
+    jobs: set[str] = set()
     for number in (1, 2):
         api = MemoryApi()
         api.put(job_set())
@@ -176,7 +209,8 @@ def test_a_rendered_job_set_that_is_created_again_is_another_run() -> None:
         controller = JobSetStandIn(api, "adult-income")
         controller.step()
         runs |= run_ids(controller)
-    assert len(runs) == 2
+        jobs |= run_ids(controller, env.job_id.name)
+    assert len(runs) == len(jobs) == 2
 
 
 def test_a_rendered_job_set_that_is_suspended_waits_for_its_queue() -> None:

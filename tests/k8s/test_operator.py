@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
+import io
+import json
 import os
 import signal
 from datetime import datetime, timezone
@@ -15,7 +18,7 @@ import yaml
 
 pytest.importorskip("kopf")
 
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from persia._k8s.api import JOB_KIND, ApiError, KubernetesApi, path_of
 from persia._k8s.cache import Cache
@@ -41,6 +44,8 @@ from persia._k8s.spec import read_job
 from tests.k8s.cluster import KINDS, Cluster
 from tests.k8s.http_api import run
 from tests.k8s.memory_api import MemoryApi
+from tests.k8s.scale import MOST_CREATE_S, MOST_REQUESTS, meets_goals
+from tests.k8s.scale_child import measure
 from tests.k8s.schemas import check
 from tests.k8s.specs import original
 from tests.support.fixtures import Monkey
@@ -222,27 +227,77 @@ def test_why_jobs_have_no_pods_is_asked_once_for_all_and_of_none_just_created() 
     assert lists.count("Event") == 1
 
 
+def test_a_question_that_fails_stops_nothing_and_the_job_is_read_after_it() -> None:
+    async def play() -> None:
+        cluster = Cluster()
+        operator = Operator(cluster.api, Settings(), KINDS)
+        await operator.list_all()
+        await operator.settle()
+        plain = cluster.api.list
+
+        async def away(api_version: str, kind: str, *given: Any, **query: str) -> Any:
+            if kind != "Event":
+                return await plain(api_version, kind, *given, **query)
+            cluster.change(suspend=True)
+            operator.cache.note(copy.deepcopy(cluster.job))
+            raise ApiError("GET /api/v1/namespaces/default/events: TimeoutError", 0)
+
+        cluster.api.list = away  # type: ignore[assignment,method-assign]
+        operator._memory.clear()
+        operator._failures.clear()
+        assert await operator.step(("default", "adult-income"))
+        assert cluster.status["phase"] == "Suspended"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("num_namespaces", [0, 15])  # 15: more watches than 100
 def test_the_operator_lists_watches_and_ends_by_a_signal(
-    tmp_path: Path, monkeypatch: Monkey
+    tmp_path: Path, monkeypatch: Monkey, num_namespaces: int
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    namespaces = [f"team-{number}" for number in range(num_namespaces)]
+    kinds = (JOB_KIND, *KINDS)
+    within: list[str | None] = [*namespaces] or [None]
+    places = [path_of(*kind, of) for of in within for kind in kinds]
     asked: list[str] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:
         asked.append(f"{request.path} {request.query.get('resourceVersion', '')}")
         if "watch" not in request.query:
             return web.json_response({"items": [], "metadata": {"resourceVersion": "7"}})
-        if len(asked) == 2 * (len(KINDS) + 1):
+        if len(asked) == 2 * len(places):
             os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(60)
         raise AssertionError(request.path)
 
     async def calls(api: KubernetesApi) -> None:
-        await asyncio.wait_for(Operator(api, Settings(), KINDS).run(api), 30)
+        operator = Operator(api, Settings(), KINDS, namespaces)
+        await asyncio.wait_for(operator.run(api), 30)
 
     run(tmp_path / "config", handler, calls)
-    places = [path_of(*kind, None) for kind in (JOB_KIND, *KINDS)]
     assert sorted(asked) == sorted(f"{path} {of}" for path in places for of in ("", "7"))
+
+
+def test_a_signal_ends_the_operator_while_it_lists(tmp_path: Path, monkeypatch: Monkey) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    asked: list[str] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+        raise AssertionError(request.path)
+
+    async def calls(api: KubernetesApi) -> None:
+        await asyncio.wait_for(Operator(api, Settings(), KINDS).run(api), 20)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as for the first of a container
+    try:
+        run(tmp_path / "config", handler, calls)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == [path_of(*JOB_KIND, None)]
 
 
 def test_a_failure_of_the_api_is_no_refusal_of_an_object() -> None:
@@ -272,12 +327,55 @@ def test_a_failure_of_the_api_is_no_refusal_of_an_object() -> None:
         asyncio.run(carry_out(api, stale, [WriteStatus({})], cache))
 
 
+def test_an_object_that_the_api_does_not_delete_stays_as_it_is_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def play() -> None:
+        cluster = Cluster()
+        operator = Operator(cluster.api, Settings(), KINDS)
+        await operator.list_all()
+        await operator.settle()
+        for status, is_going in ((409, False), (404, True)):
+
+            async def refuse(found: Any, status: int = status) -> None:
+                raise ApiError(f"refused: {status}", status)
+
+            cluster.api.delete = refuse  # type: ignore[method-assign]
+            (job, *_) = cluster.api.of("Job").values()
+            await carry_out(cluster.api, cluster.job, [Delete(job)], operator.cache)
+            known = operator.cache.entries["default", "adult-income"].of(job)
+            assert known is not None
+            assert ("deletionTimestamp" in known["metadata"]) == is_going
+
+    asyncio.run(play())
+    assert [one.getMessage() for one in caplog.records] == ["refused: 409"]
+
+
 def test_new_keys_are_those_that_roles_mount() -> None:
     plan = plan_job(read_job(original()), keys_secret="keys")
     secret, other = new_keys(plan), new_keys(plan)
     check(secret)
     assert secret["data"] != other["data"]
     assert all(len(base64.b64decode(text).strip()) == 40 for text in secret["data"].values())
+
+
+def test_of_what_is_measured_a_creation_is_a_step_without_a_status(monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(ClientSession, "_request", ClientSession._request)  # to be restored
+    for name in ("queue", "step"):
+        monkeypatch.setattr(Operator, name, getattr(Operator, name))
+    log = io.StringIO()
+    measure(log)
+    cluster = Cluster()
+    cluster.settle()
+    cluster.settle()
+    kinds = [json.loads(line)[0] for line in log.getvalue().splitlines()]
+    assert kinds.count("create") == 1
+    assert kinds.count("reconcile") == kinds.count("latency") > 2
+    rows = [("create", 0.0, MOST_CREATE_S), *[("reconcile", 0.0, 0.001)] * 10_000]
+    assert not meets_goals("created", rows, most_mb=1.0, each_s=0.0)
+    assert meets_goals("created", [("create", 0.0, 0.1), *rows[1:]], most_mb=1.0, each_s=0.0)
+    assert meets_goals("restarted", rows[1:], most_mb=1.0, each_s=0.0)
+    assert not meets_goals("restarted", rows[1:], most_mb=1.0, each_s=MOST_REQUESTS)
 
 
 def test_the_files_in_deploy_are_valid_and_ask_for_no_more_than_is_used() -> None:

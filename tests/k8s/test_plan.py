@@ -23,13 +23,12 @@ def variables(document: dict[str, Any], engine: str, role: str) -> dict[str, str
     return {one["name"]: one["value"] for one in found.env if "value" in one}
 
 
-def run_ids(plan: Plan) -> set[str]:
-    return {
-        one["value"]
-        for role in plan.roles
-        for one in role.env
-        if one["name"] == env.run_id.name
-    }
+def run_ids(plan: Plan, variable: str = env.run_id.name) -> set[str]:
+    return {one["value"] for role in plan.roles for one in role.env if one["name"] == variable}
+
+
+def job_ids(plan: Plan) -> set[str]:
+    return run_ids(plan, env.job_id.name)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +66,19 @@ def test_each_start_of_each_job_is_a_run_of_its_own() -> None:
     for engine in ("jobset", "trainjob"):
         found = run_ids(plan_job(job, engine, run_id="monday"))
         assert found == {"monday-$(JOBSET_UID)-$(JOBSET_RESTART)"}
+
+
+@pytest.mark.parametrize("engine", ["native", "jobset"])
+def test_all_starts_of_a_job_have_one_name_for_it(engine: str) -> None:
+    job = read_job(original())
+    owners = Owner("0123456789"), Owner("0123456789", 2), Owner("9876543210")
+    assert [job_ids(plan_job(job, engine, owner=owner)) for owner in owners] == [
+        {"adult-income-01234567"},
+        {"adult-income-01234567"},
+        {"adult-income-98765432"},
+    ]
+    rendered = job_ids(plan_job(job, engine, run_id="monday"))
+    assert rendered == {"monday" if engine == "native" else "monday-$(JOBSET_UID)"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

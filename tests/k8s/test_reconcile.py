@@ -233,12 +233,11 @@ def test_a_job_that_is_resumed_while_it_is_stopped_is_not_half_of_each_start(
     cluster.settle()
     old = {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
     cluster.change(suspend=True)
-    cluster.reconcile()
-    assert cluster.status["phase"] == "Suspended"
     cluster.api.kill_at = -(next(cluster.api._calls) + 3)
     with pytest.raises(Killed):
         cluster.reconcile()
     cluster.api.kill_at = None
+    assert cluster.status["phase"] == "Suspended"
     going = [one["metadata"].get("deletionTimestamp") for one in cluster.api.of("Job").values()]
     assert any(going)
     assert not all(going)
@@ -247,6 +246,56 @@ def test_a_job_that_is_resumed_while_it_is_stopped_is_not_half_of_each_start(
     assert not old & {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
     assert kinds(cluster) == ALL
     assert len(run_ids(cluster)) == 1
+
+
+def start_and_suspend(cluster: Cluster) -> set[str]:
+    """Have a job suspended while its operator creates its Jobs; returns the uids of those.
+
+    The operator's write of the status is refused then.
+    """
+    plain, created = cluster.api.create, []
+
+    async def create(found: Any) -> Any:
+        created.append(found["kind"])
+        if created.count("Job") == 4:
+            cluster.change(suspend=True)
+        return await plain(found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster.api, "create", create)
+        cluster.reconcile()
+    assert created.count("Job") == 7
+    return {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_start_whose_status_was_not_written_is_a_start_too(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool, is_killed: bool
+) -> None:
+    monkeypatch.setattr(operator, "_AT_ONCE", 2)
+    cluster = Cluster(suspend=not is_first)
+    if not is_first:
+        cluster.settle()
+        cluster.change(suspend=False)
+    old, before = start_and_suspend(cluster), run_ids(cluster)
+    assert "suspensions" not in cluster.status
+    if is_killed:  # amid its deletes
+        cluster.api.kill_at = -(next(cluster.api._calls) + 3)
+        with pytest.raises(Killed):
+            cluster.reconcile()
+        cluster.api.kill_at = None
+    else:
+        cluster.settle()
+        assert "Job" not in kinds(cluster)
+        assert cluster.status["phase"] == "Suspended"
+    cluster.change(suspend=False)
+    cluster.settle()
+    assert kinds(cluster) == ALL
+    assert not old & {one["metadata"]["uid"] for one in cluster.api.of("Job").values()}
+    assert len(before) == len(run_ids(cluster)) == 1
+    assert before != run_ids(cluster)
+    assert cluster.status["suspensions"] == 1
 
 
 def test_a_job_that_is_created_suspended_has_not_been_stopped() -> None:

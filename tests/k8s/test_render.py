@@ -15,9 +15,11 @@ from persia._k8s.render import WRITERS, as_yaml, render
 from persia._k8s.spec import read_job
 from persia._rpc.curve import make_keys
 from persia.errors import ConfigError
-from tests.k8s.schemas import VERSIONS, check
+from tests.k8s.schemas import OLD, VERSIONS, check
 from tests.k8s.specs import jobs, original
 from tests.support.profiles import tries
+
+FROM_1_21 = (*(one for one in OLD if one != "1.20.0"), *VERSIONS)
 
 
 def test_versions_of_kubernetes_are_those_that_are_promised() -> None:
@@ -30,7 +32,7 @@ def test_versions_of_kubernetes_are_those_that_are_promised() -> None:
 def test_any_valid_job_renders_valid_objects(engine: str, document: dict[str, Any]) -> None:
     plan, objects = render(read_job(document), engine, run_id="monday")
     for one in objects:
-        check(one)
+        check(one, FROM_1_21)  # for which it is if none is given
     names = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len(set(names)) == len(names)
     # The same document is the same objects: applied again it changes nothing.
@@ -55,6 +57,14 @@ def test_what_is_printed_is_what_was_rendered(engine: str) -> None:
     _, objects = render(read_job(original(env=awkward[:1])), engine)
     assert list(yaml.safe_load_all(as_yaml(objects))) == objects
     assert [yaml.safe_load(as_yaml([one])) for one in awkward] == awkward
+
+
+@pytest.mark.skipif(not OLD, reason="no schemas: `make k8s-schemas` fetches them")
+@given(document=jobs(needs_trainer=True))
+@tries(60)
+def test_any_valid_job_renders_valid_objects_for_1_20(document: dict[str, Any]) -> None:
+    for one in render(read_job(document), "native", kubernetes=(1, 20))[1]:
+        check(one, OLD)
 
 
 @given(jobs())
