@@ -261,6 +261,11 @@ run_id = Variable(
     _OPTIONAL_TEXT,
     "Name of the run; a server restarted under it keeps its rows.",
 )
+job_id = Variable(
+    "PERSIA_JOB_ID",
+    _OPTIONAL_TEXT,
+    "Name of the job through all of its starts, as Kubernetes counts them.",
+)
 
 # Where processes listen and look for each other.
 parameter_server_addresses = Variable(

@@ -218,8 +218,9 @@ def top(job: str, namespace: str | None, once: bool, interval: float) -> None:
 
     kubectl forwards the metrics' ports of the pods that run.
     """
-    from persia._k8s.forward import top_of_job
+    from persia._k8s.forward import exit_on_signals, top_of_job
 
+    exit_on_signals()
     try:
         sys.exit(top_of_job(job, _options(namespace), interval_s=interval, is_once=once))
     except ConfigError as error:
@@ -244,8 +245,9 @@ def doctor(
     Secret. Exits with 1 if one differs or a pod does not run.
     """
     from persia._cli.doctor import print_report
-    from persia._k8s.forward import doctor_of_job
+    from persia._k8s.forward import doctor_of_job, exit_on_signals
 
+    exit_on_signals()
     try:
         report = doctor_of_job(job, _options(namespace), embedding_config)
     except ConfigError as error:

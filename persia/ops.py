@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from persia._modules import lookups, requests
-from persia._modules.lookups import PER_ID, LookedUpFeature, TableStep
+from persia._core.ids.joined_features import PER_ID, split_features
+from persia._modules import joint, lookups, requests
+from persia._modules.lookups import LookedUpFeature, TableStep
 from persia._modules.tables import find
 
 if TYPE_CHECKING:
@@ -67,8 +68,14 @@ def _look_up(
 ) -> lookups.OpenLookup:
     found = [find(key) for key in tables]
     edges = None if offsets is None else offsets.detach().to("cpu", torch.int64).numpy()
+    values = requests.ids_of(ids, tables)
+    if has_gradient and weights is None and padding is None:
+        ahead = lookups.ahead(found, values, edges)
+        if ahead is not None:
+            return ahead
     given = None if weights is None else weights.detach().to("cpu", torch.float32).numpy()
-    features = requests.split_features(found, requests.ids_of(ids), edges, given, padding)
+    names = [one.name for one in found]
+    features = split_features(names, values, edges, given, padding)
     return lookups.find_rows(found, modes, features, trains=trains, has_gradient=has_gradient)
 
 
@@ -95,8 +102,8 @@ def _lookup(
         has_gradient=has_gradient,
     )
     if anchor.device.type == "cpu":
-        out = torch.empty(num_samples * sum(dims), dtype=torch.float32)
-        lookups.pool(found, out.numpy())
+        vectors, found.vectors = found.vectors, None  # or a lookup would keep what is returned
+        out = torch.from_numpy(lookups.pool(found.features) if vectors is None else vectors)
     else:
         out = lookups.pool_on_device(found, anchor.device)
     if padding is not None and modes == [PER_ID]:
@@ -121,7 +128,7 @@ def _gradient(
     num_samples = _num_samples(ids, offsets, len(tables))
     if not num_samples:
         of_none = gradient.new_zeros(ids.numel() if needs_weights else 0)
-        return gradient.new_zeros(len(tables), 2), of_none
+        return gradient.new_zeros(len(tables), 3), of_none
     found = lookups.find_lookup(ticket)
     if found is None:
         given = (ids, offsets, weights, tables, modes, padding)
@@ -142,13 +149,13 @@ def _update(
     version: torch.Tensor, ids: torch.Tensor, gradient: torch.Tensor, table: str, lr: float
 ) -> None:
     found = find(table)
-    features = requests.split_features([found], requests.ids_of(ids), None, None)
+    features = split_features([found.name], requests.ids_of(ids), None, None)
     asked = features[0].asked
     feature = LookedUpFeature(found, "sum", asked, np.empty((0, found.dim), np.float32))
-    (sums,) = lookups.sum_gradients([feature], gradient)
+    (sums,), _ = lookups.sum_gradients([feature], gradient)
     step = TableStep(found, lr)
     step.ids, step.sums = asked.distinct, sums
-    lookups.apply([(step, lookups.RowGradient(asked.distinct, sums))], 1.0)
+    lookups.apply([(step, lookups.RowGradient(asked.distinct, sums))], 1)
     version.add_(1)
 
 
@@ -181,7 +188,7 @@ def _fake_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, _, tables, _, _, _, needs_weights, _ = rest
     size = ids.numel() if needs_weights else 0
-    return gradient.new_empty(len(tables), 2), gradient.new_empty(size)
+    return gradient.new_empty(len(tables), 3), gradient.new_empty(size)
 
 
 def _fake_update(
@@ -308,6 +315,25 @@ def look_up(
         with torch.no_grad():  # weights may have a gradient that is not asked for
             found, _ = _lookup(version, anchors, ids, offsets, weights, *options)
     return found
+
+
+def look_up_apart(
+    anchors: Sequence[torch.Tensor],
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    tables: list[str],
+    modes: list[str],
+) -> tuple[torch.Tensor, ...] | None:
+    """Return the vectors [B, dim] of each feature for training, as tensors of their own.
+
+    None where that is not what ``look_up`` would do in eager mode on the CPU, without weights.
+    """
+    if torch.compiler.is_compiling() or not all(map(joint.can_join, anchors)):
+        return None
+    if not joint.is_usual(ids) or not is_plain() or not _num_samples(ids, offsets, len(tables)):
+        return None
+    found = _look_up(ids, offsets, None, tables, modes, None, trains=True, has_gradient=True)
+    return joint.vectors_of(found, anchors)
 
 
 lookup = torch.ops.persia.lookup

@@ -34,14 +34,12 @@ PERSIA_ROW_INLINE void step_row(float *restrict w, float *restrict state,
 PERSIA_EACH_CPU
 static int step(const persia_block_t *rows)
 {
-#define ROW(i, dim) \
-    step_row(rows->values[i], rows->states[i], rows->grads[i], dim, rows->lr, rows->params)
-    PERSIA_FOR_EACH_ROW(rows, ROW)
-    return 0;
+#define ROW(w, state, g, dim) step_row(w, state, g, dim, rows->lr, rows->params)
+    return PERSIA_STEP_ROWS(rows, ROW, 2 * dim);
 }
 
 static const persia_optimizer_t optimizer = {
     .size = sizeof(persia_optimizer_t), .num_params = 4, .param_names = names,
-    .param_defaults = defaults, .state_width = state_width, .step = step,
+    .param_defaults = defaults, .state_width = state_width, .step = step, .guards = 1,
 };
 PERSIA_EXPORT_KERNELS(.optimizer = &optimizer)

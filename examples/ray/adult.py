@@ -57,11 +57,9 @@ class Process:
     def run(self, words: list[str], variables: dict[str, str]) -> int:
         """Run persia-launcher; returns its exit status."""
         command = [sys.executable, "-m", "persia.launcher", *words]
-        with tempfile.TemporaryDirectory(prefix="persia-keys-") as folder:  # not for longer
+        with tempfile.TemporaryDirectory(prefix="persia-keys-") as folder:  # its owner's alone
             for name, text in self._keys.items():
-                path = Path(folder) / name
-                path.touch(mode=0o600)
-                path.write_bytes(text)
+                (Path(folder) / name).write_bytes(text)
             given = {"PERSIA_KEYS": folder, "PERSIA_LISTEN_HOST": "0.0.0.0"}
             given |= {"PERSIA_METRICS_PORT": "0"}
             self._child = subprocess.Popen(command, env={**os.environ, **given, **variables})
@@ -125,18 +123,20 @@ def train(counts: dict[str, int], ranks: int) -> int:
         return actors[role][number].run.remote(given, {**shared, **index})
 
     running = {start(role, n): (role, n, 1) for role in counts for n in range(counts[role])}
-    while running:
-        (done,), _ = ray.wait(list(running), num_returns=1)
-        role, number, starts = running.pop(done)
-        status = ray.get(done)
-        if status and (role == "nn-worker" or starts == MOST_STARTS):
-            print(f"{role} {number} ended with status {status}", flush=True)
-            ray.get([one.stop.remote() for several in actors.values() for one in several])
-            ray.wait(list(running), num_returns=len(running), timeout=END_S)
-            return int(status)
-        if status:
-            running[start(role, number)] = (role, number, starts + 1)
-    return 0
+    try:
+        while running:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            role, number, starts = running.pop(done)
+            status = ray.get(done)
+            if status and (role == "nn-worker" or starts == MOST_STARTS):
+                print(f"{role} {number} ended with status {status}", flush=True)
+                return int(status)
+            if status:
+                running[start(role, number)] = (role, number, starts + 1)
+        return 0
+    finally:  # also of Ctrl-C: actors that Ray kills leave their keys behind
+        stops = [one.stop.remote() for several in actors.values() for one in several]
+        ray.wait([*running, *stops], num_returns=len(running) + len(stops), timeout=END_S)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -482,7 +482,7 @@ def check_sample(schema: EmbeddingSchema, sample: DataSample, name: str) -> Iter
     limit = 1 << (64 - schema.prefix_bits)
     for one in schema.slots.keys() & sample.ids.keys():
         largest = int(sample.ids[one].max(initial=0))
-        if largest >= limit:
+        if largest >= limit and schema.slots[one].id_hash is None:
             text = f"{name}: {one} has ids up to {largest}, and {limit - 1} is the largest"
             todo = "hash them to fewer bits, or lower feature_index_prefix_bit"
             yield (error if schema.strict_ids else warning)("data", text, todo)
@@ -530,6 +530,8 @@ def file_in_procfile(path: Path, option: str) -> Path | None:
 
 # Seconds for resolving a name, and for the answer of a server.
 _NAMES_S, _ANSWER_S = 3.0, 3.0
+# Of a server elsewhere: a node starts processes for each connection that is forwarded.
+_FORWARDED_S = 20.0
 
 
 def check_network(fingerprint: str) -> Iterator[Finding]:
@@ -545,7 +547,7 @@ def check_network(fingerprint: str) -> Iterator[Finding]:
         yield error("addresses", str(exc), todo)
         return
     yield from _check_keys()
-    for role in (parameter_server(), embedding_worker(), nn_worker()):
+    for role in _server_roles():
         listed = lists[role.name]
         for name in filter(is_name, listed.addresses):
             try:
@@ -554,9 +556,13 @@ def check_network(fingerprint: str) -> Iterator[Finding]:
                 text = f"{listed.variable}: {split(name)[0]} cannot be resolved: {exc.strerror}"
                 todo = "correct the name; in containers it is a service's, on the same network"
                 yield error("names", text, todo)
-        for address in resolved(listed, _NAMES_S):
+        for address in resolved(listed.addresses, _NAMES_S):
             yield _check_address(role, listed.variable, address, fingerprint)
     yield from _check_metrics_ports()
+
+
+def _server_roles() -> tuple[Role, ...]:
+    return parameter_server(), embedding_worker(), nn_worker()
 
 
 def _check_keys() -> Iterator[Finding]:
@@ -589,6 +595,38 @@ def _check_address(role: Role, variable: str, address: str, fingerprint: str) ->
                 return error("ports", text, f"end it, or write another port into {variable}")
     if hello is None:
         return ok("addresses", f"{who}: not running yet")
+    return _check_hello(who, hello, fingerprint)
+
+
+def check_servers(
+    servers: Iterable[tuple[str, str, str]], fingerprint: str
+) -> Iterator[Finding]:
+    """Yield findings on servers elsewhere, which are all asked at the same time.
+
+    Args:
+        servers: Of each its role, what messages call it, and the address of this machine that
+            leads to it.
+        fingerprint: Of the embedding config that they should have; "" if unknown.
+    """
+    roles = {one.name: one for one in _server_roles()}
+    with closing(ZmqTransport()) as transport, ExitStack() as stack:
+        calls = []
+        for role, who, address in servers:
+            client = Client(transport, address, roles[role], timeout_s=_FORWARDED_S)
+            stack.callback(client.close)
+            calls.append((role, who, address, client.begin("hello")))
+        for role, who, address, call in calls:
+            try:
+                yield _check_hello(who, call.result(), fingerprint)
+            except PersiaError as exc:
+                # A trainer listens once its script reads from data-loaders, if it does.
+                found = warning if role == TRAINER else error
+                why = str(exc).rpartition(f"{address}: ")[2]
+                text = f"{who} does not answer: {why}"
+                yield found("servers", text, "it may be starting; else its log says why")
+
+
+def _check_hello(who: str, hello: Hello, fingerprint: str) -> Finding:
     if hello.version != __version__:
         text = f"{who} is PERSIA {hello.version}, and this is {__version__}"
         return error("versions", text, "install the same version everywhere")

@@ -76,7 +76,8 @@ def inspect_command(
     clocks = {
         group.name: last.policies[last.tables[group.table].policy][1] for group in last.groups
     }
-    shown = {id_ for group in groups.values() for _, id_ in group.biggest}
+    of_ids = [group for name, group in groups.items() if name not in last.hashes]
+    shown = {id_ for group in of_ids for _, id_ in group.biggest}
     known = texts_of(shown, texts, 64 - last.prefix_bits)
     for name, group in groups.items():
         click.echo(
@@ -85,10 +86,12 @@ def inspect_command(
             + (f", {group.not_finite:,} not finite" if group.not_finite else "")
             + (f", oldest use {group.oldest:,} {clocks[name]} ago" if clocks[name] else "")
         )
+        what = "hash" if name in last.hashes else "id"
         for norm, id_ in group.biggest:
             # Quoted: a text may hold what a terminal would obey.
-            words = " or ".join(map(repr, known.get(id_, ())))
-            click.echo(f"    id {id_}: norm {norm:.4g}" + (f", {words}" if words else ""))
+            words = " or ".join(map(repr, known.get(id_, ()))) if what == "id" else ""
+            text = f"    {what} {id_}: norm {norm:.4g}"
+            click.echo(text + (f", {words}" if words else ""))
     if texts:
         click.echo(f"  {len(known)} of the {len(shown)} ids shown have a text")
 

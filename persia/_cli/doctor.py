@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from persia._cli.checks import (
     check_network,
     check_procfile,
     check_sample,
+    check_servers,
     check_variables,
     error,
     file_in_procfile,
@@ -133,12 +134,14 @@ def examine(
     return Report(findings, forecasts)
 
 
-def compare(embedding_config: Path | None = None) -> Report:
-    """Check the servers that are listed, which run elsewhere, against what is here."""
+def compare(
+    servers: Iterable[tuple[str, str, str]], embedding_config: Path | None = None
+) -> list[Finding]:
+    """Check servers that run elsewhere: role, what messages call it, and address of each."""
     path = embedding_config or env.embedding_config_path() or _find("embedding")
     findings, schema, _ = check_files(path, None)
-    findings += check_network("" if schema is None else schema_fingerprint(schema))
-    return Report(findings, [])
+    fingerprint = "" if schema is None else schema_fingerprint(schema)
+    return [*findings, *check_servers(servers, fingerprint)]
 
 
 def _find(which: str) -> Path | None:

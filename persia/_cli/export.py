@@ -75,7 +75,8 @@ def export_vectors(
         n and dim.
 
     Raises:
-        ConfigError: The feature is unknown, or its rows are no vectors of ids (hash stacks).
+        ConfigError: The feature is unknown, or its rows are no vectors of ids (hash stacks, and
+            ids that are hashed by a library).
         CheckpointError: The file cannot be written.
     """
     schema = manifests[-1].schema
@@ -91,6 +92,12 @@ def export_vectors(
         raise ConfigError(
             f"feature {feature!r}: expected rows of ids, got a hash stack of {rounds} rounds, "
             "whose rows many ids share; look the ids up instead"
+        )
+    if group in schema.hashes:
+        raise ConfigError(
+            f"feature {feature!r}: expected rows of ids, got rows of the hashes of "
+            f"{schema.hashes[group]}, from which no id follows; look the ids up instead, or "
+            f"write all vectors with their hashes by `convert --group {group}`"
         )
     check_suffix(path)
     ids: list[NDArray[np.uint64]] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,9 +14,12 @@ from persia import env
 from persia._cluster.embedded import build_embedding_worker
 from persia._files.catalog import ids as ids_in
 from persia._files.catalog import load as load_manifest
+from persia._files.manifest import feature_order
 from persia._files.open import open_storage
+from persia._files.writer_lock import JobFolders
 from persia._foreign.original import MARKER
-from persia._rpc.messages import OptimizerSettings
+from persia._rpc.messages import EmbeddingWorker, OptimizerSettings
+from persia._server.row_settings import settings_from_json
 from persia.config import EmbeddingSchema, GlobalConfig, GroupOptimizer
 from persia.embedding import EmbeddingConfig
 from persia.errors import CheckpointError, ConfigError, StoreError
@@ -30,6 +33,9 @@ from persia.tables import (
     read_state_dict,
 )
 
+if TYPE_CHECKING:
+    from persia._files.manifest import Manifest
+
 FORMS = ("numpy", "parquet", "state-dict", "dcp", "original")
 
 _SUFFIXES = {
@@ -40,6 +46,10 @@ _SUFFIXES = {
     ".pth": "state-dict",
     ".bin": "state-dict",
 }
+
+# Notes of a load that lose nothing of a row: a feature that is to be imported, and counts of
+# ids that have no rows yet.
+_HARMLESS = ("new", "counts")
 
 
 def source_of(
@@ -143,18 +153,20 @@ def import_rows(
 ) -> tuple[str, int, int]:
     """Write a checkpoint with the rows of its folder, if there are any, and those of a source.
 
-    All of them are in this process's memory meanwhile.
+    All of them are in this process's memory meanwhile, and no other process may write there.
 
     Returns:
         Id of the checkpoint, rows of the source, and rows in all.
 
     Raises:
-        CheckpointError: The source has no rows, or the folder's checkpoint has more than rows.
+        CheckpointError: The source has no rows, or the folder's checkpoint has more than rows,
+            or another process writes there.
+        ConfigError: The config or the optimizer would drop rows of the folder, or change them.
         StoreError: They do not fit into the memory, or the capacity.
         PersiaError: What reading the source and writing raise.
     """
     # Torch is loaded here, and by no other command.
-    from persia._training.checkpoint import CheckpointReader, CheckpointWriter
+    from persia._training.checkpoint import CheckpointWriter
 
     storage = open_storage(url)
     schema = EmbeddingSchema.load(config)
@@ -162,18 +174,20 @@ def import_rows(
     worker = build_embedding_worker(
         schema, GlobalConfig.load({} if global_config is None else global_config)
     )
-    with closing(worker):
-        worker.configure(EmbeddingConfig().settings())
-        worker.register_optimizer(optimizer)
-        step = 0
+    with ExitStack() as stack:
+        stack.callback(worker.close)
+        job = JobFolders()
+        stack.callback(job.release)
+        job.acquire(storage)  # what is read now is still the latest when it is written
         known = ids_in(storage)
+        step = 0
         if known:
             last = load_manifest(storage, known[-1])
-            _check_rows_only(url, last.files)
             step = last.step
-            reader = CheckpointReader(worker)
-            reader.verify(last.id, url, None)
-            reader.commit(blocking=True)
+            _load(worker, url, last, optimizer)
+        else:
+            worker.configure(EmbeddingConfig().settings())
+            worker.register_optimizer(optimizer)
         count = Table(worker, feature).load(source)
         if not count:
             raise CheckpointError(f"{source.name}: expected rows, got none")
@@ -184,8 +198,33 @@ def import_rows(
                 "embedding_parameter_server_config, or import on a larger machine"
             )
         writer = CheckpointWriter(worker)
-        writer.finish(writer.begin(step, dict), url, len(known) + 1, blocking=True)
-        return ids_in(storage)[-1], count, sum(worker.get_embedding_size())
+        frozen = writer.begin(step, dict)
+        identity = writer.finish(frozen, url, len(known) + 1, blocking=True, job=job)
+        return identity, count, sum(worker.get_embedding_size())
+
+
+def _load(
+    worker: EmbeddingWorker, url: str, last: Manifest, optimizer: OptimizerSettings
+) -> None:
+    """Load a checkpoint's rows, with its settings and the order of its features."""
+    from persia._training.checkpoint import CheckpointReader
+
+    _check_rows_only(url, last.files)
+    servers = last.extras.get("servers")
+    hyper, _ = settings_from_json(dict(servers or {}).get("hyper_parameters"), None)
+    worker.configure(EmbeddingConfig().settings() if hyper is None else hyper)
+    worker.register_optimizer(optimizer)
+    if (order := feature_order(last, url)) is not None:
+        worker.fix_feature_order(order, None)
+    reader = CheckpointReader(worker)
+    reader.verify(last.id, url, None)
+    notes = reader.commit(blocking=True)
+    lost = [note.text for note in notes if note.kind not in _HARMLESS]
+    if lost:
+        raise ConfigError(
+            f"{url}: expected the embedding config and the optimizer of the job that wrote its "
+            f"rows, or another folder; nothing was written: {'; '.join(lost)}"
+        )
 
 
 def _check_rows_only(url: str, files: Mapping[str, object]) -> None:

@@ -215,9 +215,22 @@ def run_serve(repository: Path, **values: Any) -> int:
             f"serving needs packages that are not installed ({error.name}): "
             'pip install "persia[serve]"'
         ) from error
+    _refuse_one_model(repository)
     if workers > 1 and worker is None:
         return _run_workers(options, server)
     return _run_one(options, server)
+
+
+def _refuse_one_model(repository: Path) -> None:
+    """Refuse the folder of one model, whose versions would look like models without any."""
+    from persia._serving.bundle import MANIFEST
+
+    if any(repository.glob(f"[0-9]*/{MANIFEST}")):
+        model = repository.resolve()
+        raise ConfigError(
+            f"{repository}: expected the folder of a model repository, got that of one model: "
+            f"serve {model.parent} with --model {model.name}"
+        )
 
 
 def _run_workers(options: ServeOptions, settings: ListenSettings) -> int:

@@ -242,15 +242,28 @@ def _reason(error: OSError) -> str:
 
 # --- the screen ------------------------------------------------------------------------------
 
+_TODO = (
+    "start the job, or name its processes, persia-launcher top HOST:PORT ... (each logs a "
+    "line `metrics at`)"
+)
+
 
 def run_top(
-    targets: Iterable[ScrapeTarget], *, interval_s: float, deadline_s: float, is_once: bool
+    targets: Iterable[ScrapeTarget],
+    *,
+    interval_s: float,
+    deadline_s: float,
+    is_once: bool,
+    todo: str = _TODO,
 ) -> int:
-    """Show the job until Ctrl-C, or one frame of it; returns the exit status."""
+    """Show the job until Ctrl-C, or one frame of it; returns the exit status.
+
+    ``todo`` is printed where no process answers.
+    """
     need_rich()
     scraper = Scraper(targets, deadline_s)
     if is_once:
-        return _show_once(scraper, interval_s, deadline_s)
+        return _show_once(scraper, interval_s, deadline_s, todo)
     with suppress(KeyboardInterrupt):
         _show(scraper, interval_s)
     return 0
@@ -275,7 +288,7 @@ def frame_of(scraper: Scraper) -> Frame:
     return Frame(processes, title)
 
 
-def _show_once(scraper: Scraper, interval_s: float, deadline_s: float) -> int:
+def _show_once(scraper: Scraper, interval_s: float, deadline_s: float, todo: str) -> int:
     scraper.request_all()
     scraper.wait(deadline_s)
     sleep(interval_s)  # rates are of this time
@@ -285,11 +298,7 @@ def _show_once(scraper: Scraper, interval_s: float, deadline_s: float) -> int:
     print(frame)
     if any(one.span is not None for one in frame.processes):
         return 0
-    print(
-        "no process answers: start the job, or name its processes, persia-launcher top "
-        "HOST:PORT ... (each logs a line `metrics at`)",
-        file=sys.stderr,
-    )
+    print(f"no process answers: {todo}", file=sys.stderr)
     return 1
 
 
