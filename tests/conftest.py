@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -42,13 +43,25 @@ def _same_environment_after() -> Iterator[None]:
         os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def _same_log_after() -> Iterator[None]:
+    log = logging.getLogger("persia")  # which commands set up that run in this process
+    before = log.level, [*log.handlers]
+    yield
+    log.setLevel(before[0])
+    log.handlers[:] = before[1]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_stores_of_modules_after() -> Iterator[None]:
     """Tables that modules of persia.nn have named live as long as the process."""
     yield
     homes = sys.modules.get("persia._modules.homes")
-    if homes is None or not homes._own:
+    if homes is None or not (homes._own or homes._job):
         return
+    if homes._job is not None:  # of servers that have ended, or will before the process does
+        homes._own.append(vars(homes).pop("_job"))
+        vars(homes)["_job"] = None
     tables = sys.modules["persia._modules.tables"]
     tables._named.clear()
     for table in tables.all_tables():

@@ -10,6 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from persia import k8s_utils
+from persia._k8s import forward
 from persia._k8s.crd import crd
 from persia._k8s.render import WRITERS
 from persia._rpc.curve import make_keys
@@ -90,6 +91,7 @@ def test_a_job_in_a_cluster_is_seen_through_kubectl(
     program.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n', encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(forward, "exit_on_signals", bool)  # which is for a whole process
     status, _, error = invoke(*words, "--namespace", "training")
     called = "get pods --selector=persia_job=adult --namespace=training --output=json"
     assert (status, error) == (2, f"kubectl get: {called}\n")

@@ -119,10 +119,8 @@ def test_export_keeps_lookups_as_nodes() -> None:
     users, items, _ = next(batches(1))
     program = torch.export.export(both.ours.eval(), (users, items))
     found = [node for node in program.graph.nodes if node.target is ops.lookup.default]
-    assert [node.args[5] for node in found] == [
-        [both.ours.user.table_name],
-        [both.ours.item.table_name],
-    ]
+    modules = both.ours.user, both.ours.item
+    assert [node.args[5] for node in found] == [[one._tables[0].key] for one in modules]
     assert torch.equal(program.module()(users, items), both.ours(users, items))
 
 

@@ -10,8 +10,9 @@ import torch
 
 import persia.nn
 import persia.optim
+from persia import env
 from persia.errors import ConfigError
-from tests.support.twins import ROWS, Twins, batches, twins
+from tests.support.twins import ROWS, WAYS, Twins, batches, train_alike, twins
 
 
 def _run(
@@ -41,6 +42,25 @@ def test_200_steps_equal_torchs(optimizer: str, mode: str) -> None:
         both.our_optimizer.step()
         both.torch_optimizer.step()
     both.assert_equal()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, in inductor
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
+@pytest.mark.parametrize("backend", ["", "aot_eager", "inductor"])
+def test_200_steps_of_every_way_equal_torchs(backend: str, optimizer: str, way: str) -> None:
+    """Of a bag whose ids have weights, eager and compiled."""
+    both = twins(optimizer, weighted=True)
+    compiled = torch.compile(both.ours, backend=backend, fullgraph=True) if backend else None
+    train_alike(both, way, compiled=compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "sparse_adam"])
+def test_200_steps_of_every_pooling_equal_torchs(optimizer: str, mode: str) -> None:
+    train_alike(twins(optimizer, mode=mode, padding_idx=3), "plain")
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "rmsprop"])
@@ -112,6 +132,67 @@ def test_global_norm_clipping_counts_rows_exactly() -> None:
     both.assert_equal()
 
 
+@pytest.mark.parametrize("per_step", [1, 3])
+@pytest.mark.parametrize("clip", [0.0005, 1e9])
+def test_clipping_by_value_is_torchs(clip: float, per_step: int) -> None:
+    """Behind each backward, of gradients that were scaled before and are scaled after."""
+    both = twins("sgd")
+    before = both.ours.item.weight.detach() + 0
+    for number, batch in enumerate(batches(12)):
+        losses = both.losses(batch)
+        for loss, net in zip(losses, (both.ours, both.torchs), strict=True):
+            loss.backward()  # type: ignore[no-untyped-call]
+            for factor in (0.5, 2.0):
+                for one in net.parameters():
+                    one.grad *= factor
+                torch.nn.utils.clip_grad_value_(net.parameters(), clip)
+        if number % per_step == per_step - 1:
+            for optimizer in (both.our_optimizer, both.torch_optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+    both.assert_equal()
+    most = (both.ours.item.weight.detach() - before).abs().max()
+    assert 0.0 < most < 0.1 * 12 * 2 * clip  # a step is of the rate times the clip
+
+
+def test_what_clips_no_rows_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "get_world_size", lambda: 2)
+    module = persia.nn.Embedding("clipped by value", 2)
+    optimizer = persia.optim.SGD(module.parameters(), lr=1.0)
+    with caplog.at_level(logging.WARNING):
+        for clip in (1e9, 1e-3, 1e-3):
+            optimizer.zero_grad()
+            module(torch.arange(4)).sum().backward()
+            torch.nn.utils.clip_grad_value_(module.parameters(), clip)
+            optimizer.step()
+    (text,) = caplog.messages
+    assert "'clipped by value': torch.nn.utils.clip_grad_value_ clips no rows" in text
+    assert "max_row_norm=" in text
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_penalty_over_parameters_is_said_once(
+    power: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts no rows, and changes no step of theirs."""
+    name = f"penalty {power}"
+    module, ids = persia.nn.Embedding(name, 2), torch.arange(4)
+    optimizer = persia.optim.SGD(module.parameters(), lr=1.0)
+    before = module(ids).detach().clone()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            optimizer.zero_grad()
+            penalty = sum(one.abs().pow(power).sum() for one in module.parameters())
+            (module(ids).sum() + 0.1 * penalty).backward()
+            optimizer.step()
+    assert torch.allclose(module(ids), before - 3.0)
+    (text,) = caplog.messages
+    assert f"'{name}': the loss uses its parameter" in text
+    assert "weight_decay=" in text
+
+
 def test_a_grad_scaler_unscales_and_skips() -> None:
     both = twins("adagrad")
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12) for _ in range(2)]
@@ -148,6 +229,28 @@ def test_fused_steps_in_backward() -> None:
         fused.step()
         both.torch_optimizer.step()
     both.assert_equal()
+
+
+def test_an_optimizer_of_torch_that_is_none_of_rows_is_an_error_that_names_those() -> None:
+    with pytest.raises(AttributeError, match=r"NAdam: there is none .* there are FTRL, "):
+        getattr(persia.optim, "NAdam")  # noqa: B009
+    with pytest.raises(AttributeError, match="has no attribute 'Adan'"):
+        getattr(persia.optim, "Adan")  # noqa: B009
+    assert not hasattr(persia.optim, "NAdam")
+
+
+def test_a_fused_optimizer_says_once_that_it_adds_nothing_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module = persia.nn.Embedding("fused twice", 2)
+    optimizer = persia.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    with caplog.at_level(logging.WARNING):
+        for count in (1, 1, 2, 2):
+            for _ in range(count):
+                module(torch.arange(4)).sum().backward()
+            optimizer.step()
+    (text,) = caplog.messages
+    assert "'fused twice': fused=True has stepped its rows 2 times" in text
 
 
 def test_clipping_by_row_and_table() -> None:
@@ -321,3 +424,19 @@ def test_what_scales_gradients_between_backwards_scales_those_so_far() -> None:
             both.ours.zero_grad(set_to_none=False)
             both.torchs.zero_grad(set_to_none=False)
     both.assert_equal()
+
+
+def test_a_fused_optimizer_steps_at_the_rate_of_a_state_that_was_loaded() -> None:
+    module = persia.nn.Embedding(4, 2)
+    module.weight.data.zero_()
+    optimizer = persia.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.25
+    module(torch.tensor([1])).sum().backward()
+    assert module(torch.tensor([1])).tolist() == [[-0.25, -0.25]]
+
+
+def test_torchs_words_for_how_it_computes_are_taken() -> None:
+    module = persia.nn.Embedding("each word", 2)
+    optimizer = persia.optim.Adam(module.parameters(), lr=1.0, foreach=True)
+    assert "foreach" not in optimizer.defaults

@@ -31,7 +31,7 @@ import torch
 
 from persia._core.base import cpu
 from tests.benchmarks.ceiling import Ceiling
-from tests.benchmarks.contenders import Persia
+from tests.benchmarks.contenders import ROWWISE, Persia
 from tests.benchmarks.interleaved import (
     Ratio,
     measure_kind,
@@ -48,6 +48,7 @@ from tests.benchmarks.peers import TorchMerged, is_installed, peers
 from tests.benchmarks.workload import PATTERNS, Batch, Contender, batches, sizes
 
 PERSIA = "PERSIA, exact Adagrad"
+PERSIA_ROWWISE = "PERSIA, row-wise Adagrad"
 TORCH = "torch EmbeddingBag + Adagrad, merged"
 CEILING = "ceiling (C), exact Adagrad"
 KINDS = {
@@ -126,6 +127,7 @@ def build(
     """Return the contenders by name, filled with rows, and resident bytes per row of each."""
     makers: dict[str, Callable[[], Contender]] = {
         PERSIA: lambda: Persia(sizes(quick), threads),
+        PERSIA_ROWWISE: lambda: Persia(sizes(quick), threads, ROWWISE),
         TORCH: lambda: TorchMerged(quick),
         **peers(quick),
     }

@@ -23,6 +23,7 @@ from persia.config import EmbeddingSchema, GlobalConfig
 from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Step, all_ids, check_resident
 
 ADAGRAD = {"name": "adagrad", "lr": LR, "initial_accumulator_value": ACCUMULATOR}
+ROWWISE = {**ADAGRAD, "vectorwise_shared": True}
 
 
 class Persia:

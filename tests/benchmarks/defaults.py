@@ -28,7 +28,6 @@ from persia.ctx import TrainCtx
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
 from tests.benchmarks.staleness import BATCH_SIZE, DIM, DLRM, Log, auc_of, log_of, train
-from tests.benchmarks.wire_dtypes import adult
 
 LEAST_STEPS, LEAST_SAMPLES = 32, 48 * 1024
 WIDTH = 64
@@ -95,7 +94,7 @@ class Pair(NamedTuple):
 def data_of(name: str, seed: int, size: int) -> tuple[Log, int]:
     """Return a log, and how often it is to be trained on in batches of this size."""
     if name == "adult":
-        log = adult()
+        log = log_of(name, seed)
         return log, -(-LEAST_STEPS * size // log.num_train)
     num_samples = max(LEAST_SAMPLES, LEAST_STEPS * size)
     return log_of(name, seed, num_samples // BATCH_SIZE), 1

@@ -7,10 +7,12 @@
     forms       steps of 2048 samples: EmbeddingCollection against a TrainCtx at staleness 1,
                 and with ``persia.nn.prefetch`` against one at "auto"
     converted   steps of 4096 samples: 26 nn.EmbeddingBag(sparse=True) with torch's Adagrad
-                against the same model converted, the embeddings alone and with the dense net
+                against the same model converted, the embeddings alone, with the dense net, and
+                that with ``persia.nn.prefetch``
 
 Slices of all contenders of a table alternate in one process, which keeps to as many cores as
-threads. Every row is there before the first slice. What a data pipeline would do, reading and
+threads; the first ones only warm, until "auto" has settled, and the last columns have what it
+came to. Every row is there before the first slice. What a data pipeline would do, reading and
 batching, is done before; what PERSIA does with ids is in the time, by whichever thread.
 """
 
@@ -25,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
@@ -56,7 +58,12 @@ from tests.benchmarks.workload import ACCUMULATOR, BATCH, DIM, LR, all_ids, size
 
 FORMS_SAMPLES = 2048
 NUM_DIFFERENT = 16
-WARM, TIMED, BEHIND = 4, 16, 8
+# Steps of a slice. Behind those that are timed are more than any contender reads ahead, so that
+# all have as much ahead of them at the end of the time as at its beginning.
+WARM, TIMED, BEHIND = 8, 64, 24
+# Slices of each contender before the first that counts: what chooses a staleness by itself
+# decides each 16 steps, for the first 192, and has rests behind that.
+SETTLING = 4
 COUNTED = 10  # steps
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids [B, 26], dense, labels
 Staleness = int | Literal["auto"]
@@ -111,9 +118,11 @@ class ModuleForm:
     """The same net over an EmbeddingCollection."""
 
     def __init__(self, raws: list[Raw], quick: bool) -> None:
-        self._batches = [tensors(raw, are_rows=False) for raw in raws]
+        batches = cycle([tensors(raw, are_rows=False) for raw in raws])
+        self._batches: list[Batch] = list(islice(batches, WARM + TIMED + BEHIND))
         names = [f"table_{number}" for number in range(NUM_FEATURES)]
         self._collection = persia.nn.EmbeddingCollection(dict.fromkeys(names, DIM))
+        self._ahead = persia.nn.prefetch(self._batches, self._collection)
         self._net, self._dense = net()
         self._sparse = persia.optim.Adagrad(
             persia.nn.sparse_parameters(self._collection),
@@ -124,13 +133,14 @@ class ModuleForm:
             with torch.no_grad():
                 persia.nn.Embedding(names[number], DIM)(torch.from_numpy(ids.view(np.int64)))
 
+    @property
+    def depth(self) -> int:
+        """What "auto" has come to."""
+        return self._ahead.depth
+
     def steps(self, *, is_prefetched: bool) -> Iterator[None]:
         """Train an epoch, yielding behind each step."""
-        count = WARM + TIMED + BEHIND
-        batches: Iterable[Batch] = list(islice(cycle(self._batches), count))
-        if is_prefetched:
-            batches = persia.nn.prefetch(batches, self._collection)
-        for ids, dense, labels in batches:
+        for ids, dense, labels in self._ahead if is_prefetched else self._batches:
             logits = self._net([dense], self._collection(ids))
             loss_of(logits, labels).backward()
             self._dense.step()
@@ -162,7 +172,8 @@ class BagForm:
 
     def __init__(self, raws: list[Raw], bags: Bags, *, converts: bool) -> None:
         found = [tensors(raw, are_rows=True) for raw in raws]
-        self._batches = [(ids.t().contiguous(), *others) for ids, *others in found]
+        different = [(ids.t().contiguous(), dense, labels) for ids, dense, labels in found]
+        self._batches: list[Batch] = list(islice(cycle(different), WARM + TIMED + BEHIND))
         self._bags = bags
         self._offsets = torch.arange(len(raws[0].labels))
         make: Any = torch.optim.Adagrad
@@ -172,10 +183,15 @@ class BagForm:
         self._net, self._dense = net()
         self._sparse = make(bags.parameters(), lr=LR, initial_accumulator_value=ACCUMULATOR)
         self._given = torch.full((len(raws[0].labels), DIM), 1e-3)
+        self._ahead: Iterable[Batch] | None = None
 
-    def steps(self, *, is_whole: bool) -> Iterator[None]:
+    def steps(self, *, is_whole: bool, is_prefetched: bool = False) -> Iterator[None]:
         """Train, yielding behind each step; the embeddings alone get a given gradient."""
-        for ids, dense, labels in islice(cycle(self._batches), WARM + TIMED + 1):
+        batches: Iterable[Batch] = self._batches
+        if is_prefetched:
+            self._ahead = self._ahead or persia.nn.prefetch(self._batches, self._bags)
+            batches = self._ahead
+        for ids, dense, labels in batches:
             vectors = self._bags(ids, self._offsets)
             if is_whole:
                 loss_of(self._net([dense], vectors), labels).backward()
@@ -210,7 +226,9 @@ def measure_forms(args: argparse.Namespace) -> None:
             "prefetch": lambda: form.steps(is_prefetched=True),
         }
         series = _series(slices, args, len(raws[0].labels))
-    _print(args, series, ("module", "staleness 1"), ("prefetch", "auto"))
+        session: Any = ctx._session
+        found = session.lookups.controller.permits, form.depth
+    _print(args, series, ("module", "staleness 1"), ("prefetch", "auto"), more=found)
 
 
 def measure_converted(args: argparse.Namespace) -> None:
@@ -222,19 +240,23 @@ def measure_converted(args: argparse.Namespace) -> None:
         "converted, sparse": lambda: ours.steps(is_whole=False),
         "torch, whole": lambda: theirs.steps(is_whole=True),
         "converted, whole": lambda: ours.steps(is_whole=True),
+        "converted, prefetch": lambda: ours.steps(is_whole=True, is_prefetched=True),
     }
     series = _series(slices, args, len(raws[0].labels))
     pairs = [(f"converted, {part}", f"torch, {part}") for part in ("sparse", "whole")]
-    _print(args, series, *pairs)
+    _print(args, series, *pairs, ("converted, prefetch", "torch, whole"))
 
 
 def _print(
-    args: argparse.Namespace, series: dict[str, Series], *pairs: tuple[str, str]
+    args: argparse.Namespace,
+    series: dict[str, Series],
+    *pairs: tuple[str, str],
+    more: Sequence[object] = (),
 ) -> None:
     """Print a row: the rates of all, and how many times the second's each first one has."""
     rates = [f"{own.rate * 1e3:.1f}" for own in series.values()]
     ratios = [ratio(series[one], series[other]) for one, other in pairs]
-    row(args.threads[0], *rates, *ratios)
+    row(args.threads[0], *rates, *ratios, *more)
 
 
 def _series(
@@ -243,7 +265,7 @@ def _series(
     def turn(name: str) -> Callable[[], float]:
         return lambda: TIMED * samples / 1e6 / timed(slices[name](), args.clock)
 
-    return interleave({name: turn(name) for name in slices}, args.pairs)
+    return interleave({name: turn(name) for name in slices}, args.pairs, warm=SETTLING)
 
 
 class Calls:
@@ -298,6 +320,8 @@ def count_calls(args: argparse.Namespace) -> None:
         found = {name: calls.of(steps) for name, steps in slices.items()}
     theirs, ours = bag_forms(raws, True)
     found["26 bags, converted"] = calls.of(ours.steps(is_whole=True))
+    ahead = ours.steps(is_whole=True, is_prefetched=True)
+    found["26 bags, converted, prefetch"] = calls.of(ahead)
     found["26 bags of torch"] = calls.of(theirs.steps(is_whole=True))
     engine = ("lookup_direct", "lookup", "update", "release")
     columns = ("own call", "own c_call", "other call", "other c_call", *engine)
@@ -323,6 +347,7 @@ HEADS: dict[str, tuple[Callable[[argparse.Namespace], None], str, tuple[str, ...
             "threads",
             *("context, staleness 1", "module", "context, auto", "module, prefetch"),
             *("module of staleness 1 [95 %]", "prefetch of auto [95 %]"),
+            *("staleness of auto", "depth of prefetch"),
         ),
     ),
     "converted": (
@@ -331,8 +356,9 @@ HEADS: dict[str, tuple[Callable[[argparse.Namespace], None], str, tuple[str, ...
         (
             "threads",
             *("torch, embeddings", "converted, embeddings"),
-            *("torch, whole step", "converted, whole step"),
+            *("torch, whole step", "converted, whole step", "the same with prefetch"),
             *("embeddings, times torch [95 %]", "whole step, times torch [95 %]"),
+            "with prefetch, times torch [95 %]",
         ),
     ),
 }

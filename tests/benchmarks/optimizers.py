@@ -3,9 +3,9 @@
     python -m tests.benchmarks.optimizers [DIM] [--only WORD ...] [--pairs 21] [--cpu-time]
 
 `cached` steps 2,048 rows again and again, so that arithmetic counts; `memory` steps 2^24
-values in order, so that bytes count. A ratio above 1 is faster than Adagrad. The last two are
-Adagrad in C by persia_kernels.h, as a user has it: with the copy of each row by which it is put
-back, and without.
+values in order, so that bytes count. A ratio above 1 is faster than Adagrad. The last three are
+Adagrad in C by persia_kernels.h, as a user has it: one that guards its rows, one whose rows are
+copied to be put back, and that one without a guard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from persia._build import kernel_library
 from persia._core.base import cpu
 from persia._core.kernels.optim import RowOptimizer
 from tests.benchmarks.interleaved import Clock, interleave, parser, ratio, row, table
@@ -33,16 +32,17 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rmsprop, momentum": ("rmsprop", {"momentum": 0.9}),
     "ftrl": ("ftrl", {"l1": 0.1, "l2": 0.1}),
     "lion": ("lion", {}),
-    "adagrad in C": ("in C", {"lr": 0.01}),
-    "adagrad in C, no guard": ("in C", {"lr": 0.01, "guard": False}),
+    "adagrad in C": ("", {"lr": 0.01}),
+    "adagrad in C, copied": ("-DPLAIN", {"lr": 0.01}),
+    "adagrad in C, no guard": ("-DPLAIN", {"lr": 0.01, "guard": False}),
 }
 
 
 def chosen(kernel: str) -> tuple[str, dict[str, Any]]:
     """Return name and options of a kernel; that of a user is compiled."""
     name, options = KERNELS[kernel]
-    if name == "in C":
-        _, name = kernel_library.load_sources(kernel, kernels.FOLDER / "adagrad.c", None)
+    if "in C" in kernel:
+        name = kernels.load("adagrad", *name.split())
     return name, options
 
 

@@ -1,8 +1,8 @@
 """What ``embedding_staleness="auto"`` costs and saves, beside 10 and 1.
 
-    python -m tests.benchmarks.staleness auc [--seeds 5] [--log avazu|criteo]
-    python -m tests.benchmarks.staleness compensation [--seeds 5] [--log avazu|criteo]
-    python -m tests.benchmarks.staleness speed [--pairs 10] [--net dlrm|light] [--mode local]
+    python -m tests.benchmarks.staleness auc [--seeds 5] [--log avazu|criteo|adult]
+    python -m tests.benchmarks.staleness compensation [--seeds 5] [--log avazu|criteo|adult]
+    python -m tests.benchmarks.staleness speed [--pairs 10] [--net dlrm|light] [--mode compose]
 
 ``auc`` trains each log once per seed and bound. It prints the AUC on data that comes after,
 what 10 costs against 1, and what "auto" costs as a share of that. ``compensation`` does so of
@@ -10,7 +10,8 @@ strengths of ``delay_compensation`` where each lookup misses exactly 9 updates, 
 numbers repeat. ``speed`` trains in turn
 under each bound, in one context, and prints samples a second as ratios to 10. Both print how
 many updates a lookup missed in the mean. Speed is for an idle machine; AUC depends on it as far
-as lateness does.
+as lateness does. ``--mode compose`` needs the images of ``make compose-test``; it runs this
+file in the nn-worker's container, with ``--mode cluster``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
+import os
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +49,8 @@ from persia.metrics import AUC
 
 BOUNDS: tuple[Any, ...] = (1, "auto", 10)
 BATCH_SIZE, DIM = 256, 16
+LOGS = ("adult", "avazu", "criteo")
+MODES = ("embedded", "local", "compose", "cluster")
 STRENGTHS = (0.0, 0.5, 1.0, 2.0)  # of the delay compensation
 
 
@@ -86,11 +94,28 @@ def generated(sizes: list[int], num_dense: int, steps: int, exponent: float, see
     return Log(ids, dense, clicks, steps * BATCH_SIZE)
 
 
+def adult() -> Log:
+    """Return UCI Adult, in the order of its two files."""
+    from tests.examples.loading import load
+
+    first, second = load("adult_income").load()
+    dense = np.concatenate([first.continuous, second.continuous])
+    dense = (dense - first.continuous.mean(0)) / first.continuous.std(0)
+    return Log(
+        np.concatenate([first.categorical, second.categorical]),
+        dense.astype(np.float32),
+        np.concatenate([first.target, second.target])[:, 0],
+        len(first),
+    )
+
+
 def log_of(name: str, seed: int, steps: int | None = None) -> Log:
-    """Return a log by name, of as many steps.
+    """Return a log by name, of as many steps; Adult is what it is.
 
     Sizes, and steps if none are given, are those of the public data it is named after.
     """
+    if name == "adult":
+        return adult()
     if name == "movielens":  # users, films, and what is known of them
         return generated([6040, 3700, 7, 21, 18, 2], 1, steps or 313, 2.0, seed)
     if name == "avazu":
@@ -236,13 +261,42 @@ def compare_speed(net: str, mode: str, num_pairs: int) -> None:
         print(f"{mode} {net} {bound!s:>4}: {ratio:.3f} of 10, missed {missed:.2f}")
 
 
+def compare_in_containers(net: str, num_pairs: int) -> None:
+    """Run this file as the script of the stack's nn-worker, and print what it prints."""
+    from tests.compose.__main__ import compose, down, run
+
+    words = ["speed", "--mode", "cluster", "--net", net, "--pairs", str(num_pairs)]
+    command = ["persia-launcher", "nn-worker", "/workspace/train.py", *words]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        shutil.copy(__file__, folder / "train.py")
+        (folder / "config").mkdir()
+        # YAML has JSON in it.
+        schema = json.dumps(schema_of(log_of("criteo", 0)))
+        (folder / "config" / "embedding_config.yml").write_text(schema)
+        (folder / "config" / "global_config.yml").write_text("{}")
+        overlay = folder / "overlay.yml"
+        overlay.write_text(json.dumps({"services": {"nn_worker": {"command": command}}}))
+        up = compose("up", "--no-build", "--exit-code-from", "nn_worker", overlay=True)
+        up[up.index("up") : up.index("up")] = ["-f", os.fspath(overlay)]
+        try:
+            done = run(up, 1800, WORKSPACE=name, DATA_LOADER_REPLICAS="0")
+        finally:
+            down()
+    for line in done.stdout.splitlines():
+        _, found, result = line.partition("cluster ")
+        if found and " of 10, missed " in result:
+            print(f"compose {result}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["auc", "compensation", "speed"])
-    parser.add_argument("--log", default="avazu", choices=["avazu", "criteo"])
+    parser.add_argument("--log", default="avazu", choices=LOGS)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--net", default="dlrm", choices=["dlrm", "light"])
-    parser.add_argument("--mode", default="embedded", choices=["embedded", "local"])
+    parser.add_argument("--mode", default="embedded", choices=MODES)
     parser.add_argument("--pairs", type=int, default=10)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -250,6 +304,8 @@ def main() -> None:
         compare_auc(options.log, options.seeds)
     elif options.what == "compensation":
         compare_strengths(options.log, options.seeds)
+    elif options.mode == "compose":
+        compare_in_containers(options.net, options.pairs)
     else:
         compare_speed(options.net, options.mode, options.pairs)
 

@@ -35,11 +35,10 @@ from persia._rpc.methods import Role, embedding_worker, parameter_server
 from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
-from tests.benchmarks.staleness import DIM, Log, auc_of, context, log_of, train
+from tests.benchmarks.staleness import DIM, LOGS, Log, auc_of, context, log_of, train
 
 BFLOAT16 = WireDtypes("bfloat16", "bfloat16")
 ONLY_GRADIENTS = WireDtypes("float32", "bfloat16")
-LOGS = ("adult", "avazu", "criteo")
 
 Arguments = tuple[Any, ...]
 
@@ -147,21 +146,6 @@ def worker_of(schema: Any, wire: WireDtypes, samples: Any, sums: Any) -> Any:
     return OverTheWire(worker, embedding_worker(), wire, samples() if samples else plain)
 
 
-def adult() -> Log:
-    """Return UCI Adult, in the order of its two files."""
-    from tests.examples.loading import load
-
-    first, second = load("adult_income").load()
-    dense = np.concatenate([first.continuous, second.continuous])
-    dense = (dense - first.continuous.mean(0)) / first.continuous.std(0)
-    return Log(
-        np.concatenate([first.categorical, second.categorical]),
-        dense.astype(np.float32),
-        np.concatenate([first.target, second.target])[:, 0],
-        len(first),
-    )
-
-
 def auc(log: Log, seed: int, variant: str) -> float:
     """Train a log once, in lockstep; return the AUC behind it."""
     slots = {f"f{i}": {"dim": DIM} for i in range(log.ids.shape[1])}
@@ -182,7 +166,7 @@ def main() -> None:
     for name in options.logs:
         found: dict[str, list[float]] = {variant: [] for variant in chosen}
         for seed in range(options.seeds):
-            log = adult() if name == "adult" else log_of(name, seed)
+            log = log_of(name, seed)
             for variant, values in found.items():
                 values.append(auc(log, seed, variant))
         for variant, values in found.items():

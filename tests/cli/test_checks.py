@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +20,13 @@ from persia._cli.checks import (
     check_network,
     check_procfile,
     check_sample,
+    check_servers,
     check_variables,
     forecast,
     read_sample,
 )
 from persia._cluster.embedded import build_embedding_worker
+from persia._metrics.definitions import TRAINER
 from persia._rpc.codec import FLOAT32
 from persia._rpc.messages import IDFeatures
 from persia._rpc.methods import Hello, Role
@@ -43,6 +45,7 @@ from persia.utils import total_memory_bytes
 from persia.version import __version__
 from tests.support.fixtures import Log, Monkey
 from tests.support.processes import loopback_host
+from tests.support.streams import PATIENCE_S, Background
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 8}, "item": {"dim": 32}}})
 
@@ -295,6 +298,30 @@ def test_versions_and_configs_that_disagree(monkeypatch: Monkey) -> None:
     assert "another embedding config" in bad([*check_network("{}")])[0][1]
     version = "0.1"
     assert f"is PERSIA 0.1, and this is {__version__}" in bad([*check_network("")])[0][1]
+
+
+def test_servers_elsewhere_are_asked_at_the_same_time(monkeypatch: Monkey) -> None:
+    """As trainers that read no data-loaders, which are silent however long one waits."""
+    monkeypatch.setattr(checks, "_FORWARDED_S", 2.0)
+    events: list[str] = []
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(3):
+            silent = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+            silent.settimeout(PATIENCE_S)
+            servers.append((silent, f"tcp://127.0.0.1:{silent.getsockname()[1]}"))
+
+        def ask() -> None:
+            given = [(TRAINER, f"rank {n}", at) for n, (_, at) in enumerate(servers)]
+            events.extend(one.text for one in check_servers(given, ""))
+
+        asking = Background(ask)
+        for silent, _ in servers:
+            stack.enter_context(closing(silent.accept()[0]))
+        events.append("all are asked")
+        asking.result()
+    why = "does not answer: no connection within 2 s, for hello"
+    assert events == ["all are asked", *(f"rank {number} {why}" for number in range(3))]
 
 
 # --- machine ----------------------------------------------------------------------------------

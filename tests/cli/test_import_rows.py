@@ -14,7 +14,16 @@ import yaml
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import persia.nn
-from persia.ctx import eval_ctx
+from persia._cli.import_rows import import_rows, optimizer_of
+from persia._files import catalog
+from persia._files.manifest import Manifest
+from persia._files.open import open_storage
+from persia.ctx import TrainCtx, eval_ctx
+from persia.embedding import EmbeddingConfig, Normal
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.embedding.optim import Adagrad
+from persia.errors import CheckpointError, ConfigError
+from persia.tables import Table, read_numpy
 from tests.cli.checkpoints import run
 from tests.support.original_files import OldRow, write_dump
 
@@ -150,3 +159,114 @@ def test_a_checkpoint_with_a_model_is_left_alone(tmp_path: Path, slots: Path) ->
     np.savez(tmp_path / "users.npz", id=IDS, vector=VECTORS)
     output, code = imported(tmp_path, slots, tmp_path / "users.npz", "--feature", "user")
     assert (code, "its checkpoint has dense.pt" in output) == (1, True)
+
+
+class Sum(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def forward(self, _: Any, embeddings: Any) -> Any:
+        """Score a batch."""
+        return self.net(embeddings[0] + embeddings[1])
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A folder with rows of a job that had settings, and an order of features, of its own."""
+    model = Sum()
+    one_id = np.arange(3, dtype=np.uint64)
+    batch = PersiaBatch(
+        [IDTypeFeatureWithSingleID(name, one_id) for name in ("item", "user")],
+        labels=[Label(np.ones((3, 1), np.float32))],
+        requires_grad=True,
+    )
+    with TrainCtx(
+        Adagrad(lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model=model,
+        embedding_config=EmbeddingConfig(
+            emb_initialization=Normal(0.0, 0.5), weight_bound=3.0, seed=7, schema=SLOTS
+        ),
+    ) as ctx:
+        output, _ = ctx.forward(ctx.get_embedding_from_data(batch))
+        ctx.backward(output.mean())
+        ctx.dump_embedding(str(tmp_path / "made"))
+    np.savez(tmp_path / "items.npz", id=IDS, vector=VECTORS)
+    return tmp_path / "made"
+
+
+def latest(folder: Path) -> Manifest:
+    storage = open_storage(str(folder))
+    return catalog.load(storage, catalog.ids(storage)[-1])
+
+
+def test_order_settings_and_step_of_the_checkpoint_stay(
+    tmp_path: Path, slots: Path, trained: Path
+) -> None:
+    before = latest(trained)
+    output, code = imported(tmp_path, slots, tmp_path / "items.npz", "--feature", "item")
+    assert code == 0, output
+    after = latest(trained)
+    assert f"{after.id}: 3 rows of item" in output
+    assert after.num_rows == before.num_rows + 3
+    assert after.step == before.step == 1
+    assert after.extras["features"] == before.extras["features"]
+    assert after.extras["features"]["ids"] == ["item", "user"]
+    settings = [one.extras["servers"]["hyper_parameters"] for one in (before, after)]
+    assert settings[0] == settings[1]
+    assert settings[0]["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("slots_here", "optimizer", "expected"),
+    [
+        ({"item": {"dim": 4}}, "adagrad", "features user of the checkpoint are not here"),
+        (SLOTS["slots_config"], "adam", "were trained by adagrad and are by adam"),
+        (
+            {"item": {"dim": 4}, "user": {"dim": 4, "pooling": "mean"}},
+            "adagrad",
+            "pooling is sum in the checkpoint and mean here",
+        ),
+    ],
+)
+def test_what_would_drop_or_change_rows_of_the_folder_is_refused(
+    tmp_path: Path, trained: Path, slots_here: Any, optimizer: str, expected: str
+) -> None:
+    before = latest(trained).id
+    config = tmp_path / "other.yml"
+    config.write_text(yaml.safe_dump({"slots_config": slots_here}, sort_keys=False))
+    source = read_numpy(tmp_path / "items.npz")
+    with pytest.raises(ConfigError, match=expected):
+        import_rows(str(trained), source, "item", config, optimizer_of(optimizer, ()))
+    assert latest(trained).id == before
+
+
+def test_a_feature_that_the_checkpoint_has_not_comes_beside_its_rows(
+    tmp_path: Path, slots: Path, trained: Path
+) -> None:
+    both: dict[str, Any] = SLOTS["slots_config"]
+    slots.write_text(yaml.safe_dump({"slots_config": {**both, "city": {"dim": 4}}}))
+    output, code = imported(tmp_path, slots, tmp_path / "items.npz", "--feature", "city")
+    assert code == 0, output
+    assert latest(trained).num_rows == 9
+
+
+def test_of_two_imports_at_once_the_second_is_refused(
+    tmp_path: Path, slots: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read the rows before the first wrote its own, and write without them."""
+    load, given = Table.load, (slots, optimizer_of("adagrad", ()))
+
+    def again(self: Table, source: Any, *rest: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Table, "load", load)
+        with pytest.raises(CheckpointError, match="expected one writer"):
+            import_rows(str(trained), read_numpy(tmp_path / "items.npz"), "item", *given)
+        return load(self, source, *rest, **options)
+
+    monkeypatch.setattr(Table, "load", again)
+    before = latest(trained).num_rows
+    import_rows(str(trained), read_numpy(tmp_path / "items.npz"), "user", *given)
+    assert latest(trained).num_rows == before + 3
+    import_rows(str(trained), read_numpy(tmp_path / "items.npz"), "item", *given)
+    assert latest(trained).num_rows == before + 6

@@ -220,3 +220,11 @@ def test_places_for_rows_are_listed_with_commas(
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="folder"):
         run_serve(tmp_path / "none", worker=None, workers=1)
+
+
+def test_the_folder_of_one_model_is_refused_and_its_repository_named(tmp_path: Path) -> None:
+    (tmp_path / "clicks/3").mkdir(parents=True)
+    (tmp_path / "clicks/3/persia-model.json").write_text("{}")
+    given = options(tmp_path / "clicks")
+    with pytest.raises(ConfigError, match=f"serve {tmp_path} with --model clicks"):
+        run_serve(given.repository, worker=None, workers=1, **given.values)

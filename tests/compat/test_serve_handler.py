@@ -6,6 +6,7 @@ What TorchServe calls, and in which order: ``initialize`` once, then for each re
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from pathlib import Path
@@ -163,5 +164,6 @@ def test_a_context_that_is_not_entered_connects_closes_and_is_entered(
         ctx.wait_for_serving()
         connection = ctx._connected().connection
         del ctx, found
+        gc.collect()  # it may be in a cycle
         worker: Any = connection.worker
         assert worker._closed.wait(20.0)  # with the context that has it

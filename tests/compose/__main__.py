@@ -2,8 +2,9 @@
 
     python3 -m tests.compose             # needs Docker with Compose, and nothing else
     python3 -m tests.compose failure     # one of them
-    steps: build memory bits project serve keys failure chaos
+    steps: build memory bits project serve keys failure chaos resumed
     MINUTES=20 SEED=7 python3 -m tests.compose build chaos
+    KILLS=20 SEED=7 python3 -m tests.compose build resumed
 
 Containers, networks and volumes are those of a project of its own, and are gone afterwards.
 COMPOSE_TEST names the project and its images, where two run at a time.
@@ -18,6 +19,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,23 +30,32 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.compose.chaos import Chaos
+from tests.compose.chaos import CRASH, LOOK_S, Chaos
+from tests.faults.kills import (
+    FILES,
+    PACE_S,
+    end_in,
+    judge,
+    kill_again_and_again,
+    steps_for,
+)
 
 ROOT = Path(__file__).parents[2]
 PROJECT = os.environ.get("COMPOSE_TEST", "persia-test")
 IMAGE = os.environ.get("COMPOSE_TEST", "persia")
 NETWORK = f"{PROJECT}_cluster"
 COUNTS = "./tests/compose/counts"
+KEYS, RESUME = "compose/keys.yml", "compose/resume.yml"
 # Seconds. A machine of two busy cores needs a fifth of them.
 BUILD_S, RUN_S, STEP_S = 1200.0, 300.0, 120.0
 # What a batch may come to instead of being trained, in the nn-worker's stats.
 LOSSES = ("failed", "abandoned", "incomplete", "unused")
 
 
-def compose(*words: str, overlay: bool = False, keys: bool = False) -> list[str]:
-    files = ["-f", "compose.yaml", *(["-f", "tests/compose/script.yml"] if overlay else [])]
-    files += ["-f", "compose/keys.yml"] if keys else []
-    return ["docker", "compose", "-p", PROJECT, *files, *words]
+def compose(*words: str, overlay: bool = False, also: Sequence[str] = ()) -> list[str]:
+    files = ["compose.yaml", *(["tests/compose/script.yml"] if overlay else []), *also]
+    options = [option for name in files for option in ("-f", name)]
+    return ["docker", "compose", "-p", PROJECT, *options, *words]
 
 
 def run(
@@ -67,7 +78,7 @@ def run(
 
 def down() -> None:
     # Of both profiles: services of one that is not active would stay.
-    words = compose("down", "--volumes", "--timeout", "5", "--remove-orphans")
+    words = compose("down", "--volumes", "--timeout", "5", "--remove-orphans", also=[RESUME])
     run(words, check=False, COMPOSE_PROFILES="train,serve")
 
 
@@ -214,6 +225,7 @@ def serve() -> None:
 
 ROLES = {"embedding_parameter_server": 3, "embedding_worker": 2, "nn_worker": 1}
 PORTS = {"embedding_parameter_server": 8888, "embedding_worker": 8887, "nn_worker": 23457}
+METRICS_PORT = 9400  # of compose/.docker.env
 
 
 # Without a key: a place is refused if its connection ends before the handshake does.
@@ -249,9 +261,7 @@ def check_doors() -> None:
                 if time.monotonic() > deadline:
                     sys.exit(f"{name} does not listen:\n{run(compose('logs')).stdout[-6000:]}")
                 threading.Event().wait(0.2)
-            logs = run(["docker", "logs", name]).stdout
-            metrics = map(int, re.findall(r"metrics at http://\S+:(\d+)/", logs))
-            others = listening(name) - {PORTS[role], *metrics}
+            others = listening(name) - {PORTS[role], METRICS_PORT}
             if role != "nn_worker":  # the others are PyTorch's
                 expect(f"ports of {name} that docs/security.md does not name", set(), others)
     places = [f"{role}:{port}" for role, port in PORTS.items()]
@@ -273,7 +283,7 @@ def made_keys() -> Iterator[str]:
 def keys() -> None:
     """With keys: the same bits, only documented ports, and strangers are refused."""
     with made_keys() as place:
-        up = compose("up", "--detach", "--no-build", overlay=True, keys=True)
+        up = compose("up", "--detach", "--no-build", overlay=True, also=[KEYS])
         how = {"KEYS": place, "REPRODUCIBLE": "1"}
         run([*up, *ROLES], STEP_S, True, **how)
         check_doors()
@@ -363,9 +373,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(**changes: str) -> Iterator[Training]:
-    """A job that trains, with keys if they are named."""
-    up = compose("up", "--detach", "--no-build", overlay=True, keys="KEYS" in changes)
+def training(*also: str, **changes: str) -> Iterator[Training]:
+    """A job that trains, with these files of Compose."""
+    up = compose("up", "--detach", "--no-build", overlay=True, also=also)
     run(up, STEP_S, True, **changes)
     job = Training()
     try:
@@ -395,27 +405,38 @@ def containers() -> list[str]:
     return sorted(name for name in found if not name.endswith("-data-1"))
 
 
-def who_waits(seconds: float) -> str:
-    """Return the last lines of the last seconds in which a role says what it misses."""
+def who_waits(seconds: float, *, is_running: bool = False) -> str:
+    """Return the last lines of the last seconds in which a role says what it misses.
+
+    Of all containers, or of those that run.
+    """
     lines = []
     for name in containers():
-        since = ["docker", "logs", "--since", f"{seconds:.0f}s", name]
         state = run(["docker", "inspect", "-f", "{{.State.Status}}", name]).stdout.strip()
+        if is_running and state != "running":
+            continue
+        since = ["docker", "logs", "--since", f"{seconds:.0f}s", name]
         lines_of = run(since, check=False).stdout.splitlines()
         lines_of = [line for line in lines_of if re.search("wait|WARNING|ERROR", line)]
         lines += [f"    {name}, {state}", *(f"        {line:.300}" for line in lines_of[-3:])]
     return "\n".join(lines)
 
 
-def check_end(job: Training, count: int) -> dict[str, int]:
-    books: dict[str, int] = json.loads(job.wait_for("books "))
-    deadline = time.monotonic() + STEP_S
+def await_end(patience_s: float) -> None:
+    """Wait for all containers to end, each with 0."""
+    deadline = time.monotonic() + patience_s
     while run(compose("ps", "-q")).stdout.split():
         if time.monotonic() > deadline:
-            sys.exit(run(compose("ps", "-a")).stdout)
+            late = f"containers that have not ended in {patience_s:.0f} s"
+            sys.exit(f"{late}:\n{who_waits(patience_s, is_running=True)}")
         threading.Event().wait(0.5)
     status = run(compose("ps", "-a", "--format", "{{.Name}}={{.ExitCode}}")).stdout.split()
     expect("exit statuses", [], [one for one in status if not one.endswith("=0")])
+
+
+def check_end(job: Training, count: int) -> dict[str, int]:
+    books: dict[str, int] = json.loads(job.wait_for("books "))
+    await_end(STEP_S)
     lost = {name: books.get(name, 0) for name in LOSSES}
     expect("batches trained", (count, dict.fromkeys(lost, 0)), (books["batches"], lost))
     expect("ids that were not trained once for each occurrence", 0, books["wrong_ids"])
@@ -452,12 +473,14 @@ def chaos() -> None:
     spread = {"NUM_BATCHES": str(count), "SPREAD_S": str(window_s)}
     with (
         made_keys() as place,
-        training(KEYS=place, **of_job, **scale, **spread) as job,
+        training(KEYS, KEYS=place, **of_job, **scale, **spread) as job,
     ):
         job.wait_for("progress ", 25)
         top = compose("exec", "-T", "nn_worker", "persia-launcher", "top", "--once")
-        frame = run([*top, "data_loader:9400"]).stdout
-        expect("what `top` shows", True, "9 of 9 processes answer" in frame, frame)
+        deadline, frame = time.monotonic() + STEP_S, ""
+        while "9 of 9 processes answer" not in frame:
+            expect("what `top` shows in time", True, time.monotonic() < deadline, frame)
+            frame = run([*top, "data_loader:9400"]).stdout
         everybody = {**replicas, "nn_worker": 1}
         faults = Chaos(
             run, container, NETWORK, everybody, lambda: job.progress, who_waits, seed
@@ -480,8 +503,56 @@ def chaos() -> None:
     print(f"seed {seed}: {faults}: {count} batches, each trained once; {books}, loaders {sent}")
 
 
+# --- a trainer that is killed ---------------------------------------------------------------
+
+
+def resumed() -> None:
+    """A trainer that is killed KILLS=20 times ends with the net and rows of one that is not.
+
+    Docker starts it again after SIGKILL to its processes, as after a lack of memory, by the
+    policy of compose/resume.yml. With SIGNALS=SIGKILL,SIGTERM it is stopped in turn, and
+    started by hand, which is not the policy's.
+    """
+    count, seed = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", "1"))
+    steps = int(os.environ.get("NUM_BATCHES", steps_for(count)))
+    whole = end_after(0, seed, steps)
+    print(f"seed {seed}: {judge(end_after(count, seed, steps), whole, count, steps)}")
+
+
+def end_after(count: int, seed: int, steps: int) -> dict[str, object]:
+    """Train with a number of kills; returns what the trainer had at its end."""
+    trainer = container("nn_worker", 1)
+    state = ["docker", "inspect", "-f", "{{.State.Running}} {{.State.StartedAt}}", trainer]
+
+    def running() -> dict[str, str]:
+        is_running, began = run(state).stdout.split()
+        log = ["docker", "logs", "--tail", "50", "--since", began, trainer]
+        return {began: run(log).stdout} if is_running == "true" else {}
+
+    def kill(_: str, signal: str) -> None:
+        if signal == "SIGKILL":
+            run(["docker", "exec", "--detach", trainer, *CRASH])
+        else:
+            run(["docker", "stop", trainer])
+            run(["docker", "start", trainer])
+
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        for name, source in FILES.items():
+            (Path(place) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / source, Path(place) / name)
+        of_job = {"WORKSPACE": place, "NN_ARGUMENT": "--", "DATA_LOADER_REPLICAS": "2"}
+        pace = {"NUM_BATCHES": str(steps), "PACE_S": str(PACE_S if count else 0)}
+        with training(RESUME, **of_job, **pace):
+            signals = os.environ.get("SIGNALS", "SIGKILL").split(",")
+            kill_again_and_again(count, seed, signals, running, kill, lambda: who_waits(LOOK_S))
+            await_end(RUN_S + steps * PACE_S)
+            return end_in(run(["docker", "logs", trainer]).stdout)
+
+
 STEPS = {
-    one.__name__: one for one in (build, memory, bits, project, serve, keys, failure, chaos)
+    one.__name__: one
+    for one in (build, memory, bits, project, serve, keys, failure, chaos, resumed)
 }
 
 

@@ -88,6 +88,7 @@ def expect_trained(kubectl: Kubectl, namespace: str) -> None:
     assert len(codes) == 6
     assert set(map(tuple, codes.values())) == {(0,)}, (codes, logs)
     auc = float(re.findall(r"AUC (\d\.\d+)", logs)[-1])
+    print(f"AUC {auc:.4f}")  # pytest -rP shows it
     assert auc > LEAST_AUC, logs
 
 

@@ -11,18 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persia import env
 from persia._core.kernels import native
 from persia._rpc.messages import InitializationSettings, OptimizerSettings
 from persia.cpp_extension import get_kernels_name
+from persia.data import DataLoader, StreamingDataset
 from persia.embedding import NativeInitialValues
-from persia.embedding.optim import Native
-from persia.errors import ExtensionError
+from persia.embedding.optim import Adagrad, Native, Optimizer
+from persia.errors import ExtensionError, PersiaError
 from tests.e2e.support import configured_worker, new_job
-from tests.faults.batches import SLOTS
-from tests.faults.job import LOADER, assert_each_once, make_ctx, train
+from tests.faults.batches import DIM, SLOTS
+from tests.faults.job import LOADER, assert_each_once, make_ctx, step, train, trained
 from tests.support import kernels
 from tests.support.places import tmpfs_directory
 from tests.support.processes import Cluster
@@ -87,6 +89,36 @@ def test_a_kernel_that_crashes_is_named_and_costs_no_row(tmp_path: Path) -> None
     assert "ARE LOST" not in log
 
 
+def rows_after(optimizer: Optimizer, roots: Path, disturbed_at: int) -> dict[str, bytes]:
+    """Train in order, over servers that are killed; returns the first value of each id."""
+    with (
+        tmpfs_directory() as states,
+        job(roots, PERSIA_STATE_DIRECTORY=str(states)) as cluster,
+        make_ctx(optimizer=optimizer) as ctx,
+    ):
+        cluster.start_loaders(LOADER, 1, str(COUNT))
+        loader = DataLoader(StreamingDataset(6), reproducible=True, embedding_staleness=1)
+        for place, batch in enumerate(loader):
+            if place == disturbed_at:
+                for number in range(2):
+                    cluster.kill(f"{SERVER}-{number}")
+                    cluster.start_replica(SERVER, number)
+            assert step(ctx, batch) == place
+        log = cluster.log("embedding-worker-0") + cluster.log("embedding-worker-1")
+        assert ("rows again; training goes on" in log) == (disturbed_at >= 0)
+        return {name: values.tobytes() for name, values in trained(ctx).items()}
+
+
+def test_adagrad_in_c_over_killed_servers_gives_the_bytes_of_the_built_in(
+    tmp_path: Path,
+) -> None:
+    library = kernels.library("adagrad")
+    shutil.copy(library, tmp_path)
+    wanted = rows_after(Adagrad(lr=0.1), tmp_path, -1)
+    assert rows_after(Native(library, lr=0.1), tmp_path, 40) == wanted
+    assert all(np.frombuffer(values, np.float32).any() for values in wanted.values())
+
+
 def test_servers_load_kernels_from_their_roots_alone(tmp_path: Path) -> None:
     roots = tmp_path / "roots"
     roots.mkdir()
@@ -111,6 +143,19 @@ def test_servers_load_kernels_from_their_roots_alone(tmp_path: Path) -> None:
             assert_each_once(ctx, train(ctx), COUNT)
         servers = [cluster.processes[f"{SERVER}-{number}"] for number in range(2)]
         assert [one.poll() for one in servers] == [None, None]
+
+
+def test_ids_are_hashed_by_a_library_that_embedding_workers_load(tmp_path: Path) -> None:
+    library = kernels.library("hash", "-DSHIFT=0", "-DFAILS_AT=1000")
+    shutil.copy(library, tmp_path)
+    hashed = {"dim": DIM, "id_hash": get_kernels_name(library)}
+    slots = {"slots_config": dict.fromkeys(SLOTS["slots_config"], hashed)}
+    with job(tmp_path, slots) as cluster:
+        cluster.start_loaders(LOADER, 1, str(COUNT))
+        with pytest.raises(PersiaError, match=r"slots_config\.\w+\.id_hash is .*native:hash:"):
+            make_ctx().__enter__()
+        with make_ctx(slots) as ctx:
+            assert_each_once(ctx, train(ctx), COUNT)
 
 
 def test_libraries_that_are_refused_leave_the_server_alive(tmp_path: Path) -> None:

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from persia import env
 from tests.support.fixtures import Monkey
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PYTHON = ROOT / "build" / "ray" / "bin" / "python"
 EXAMPLE = ROOT / "examples" / "ray" / "adult.py"
-LEAST_AUC = 0.89
+LEAST_AUC, END_S = 0.89, 170.0
 TEMPORARY = tempfile.gettempdir()
 
 
@@ -37,7 +38,8 @@ def leaves_no_keys(tmp_path: Path, monkeypatch: Monkey) -> Iterator[None]:
     assert not list(folder.glob("persia-keys-*"))
 
 
-def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+@contextmanager
+def driver(log: Path, *words: str, **changes: str) -> Iterator[Process]:
     if not PYTHON.is_file():
         pytest.skip("no Ray: `make ray` installs it into build/ray")
     site = sysconfig.get_path("purelib")
@@ -50,15 +52,12 @@ def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
         "RAY_TMPDIR": TEMPORARY,  # names of its sockets are long
         **changes,
     }
-    return subprocess.run(
-        [str(PYTHON), str(EXAMPLE), *words],
-        env=variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    process = Process([str(PYTHON), "-u", str(EXAMPLE), *words], variables, log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _own_site() -> str:
@@ -66,22 +65,31 @@ def _own_site() -> str:
     return str(found)
 
 
-def test_a_ray_cluster_trains_adult() -> None:
+def test_a_ray_cluster_trains_adult(tmp_path: Path) -> None:
     data = env.data_dir()
     if data is None or not (data / "adult").is_dir():
         pytest.skip("PERSIA_DATA_DIR has no adult/")
-    ran = run("--servers", "2")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert float(re.findall(r"AUC (\d\.\d+)", ran.stdout)[-1]) > LEAST_AUC
-    assert "without keys" not in ran.stdout + ran.stderr
+    with driver(tmp_path / "log", "--servers", "2") as job:
+        status, said = job.wait(END_S), job.printed()
+    assert status == 0, said
+    assert float(re.findall(r"AUC (\d\.\d+)", said)[-1]) > LEAST_AUC
+    assert "without keys" not in said
 
 
 def test_what_keeps_failing_ends_the_job_with_its_status(tmp_path: Path) -> None:
-    ran = run(PERSIA_DATA_DIR=str(tmp_path))  # where there is no data
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert re.search(
-        r"^(nn-worker|data-loader) 0 ended with status 1$", ran.stdout, re.MULTILINE
-    )
+    with driver(tmp_path / "log", PERSIA_DATA_DIR=str(tmp_path)) as job:  # there is no data
+        status, said = job.wait(END_S), job.printed()
+    assert status == 1, said
+    assert re.search(r"^(nn-worker|data-loader) 0 ended with status 1$", said, re.MULTILINE)
+
+
+def test_ctrl_c_ends_its_processes(tmp_path: Path) -> None:
+    with driver(tmp_path / "log") as job:
+        job.wait_for("serves at")
+        job.send_signal(signal.SIGINT)
+        status, said = job.wait(END_S), job.printed()
+    assert status not in (0, -signal.SIGKILL), said
+    assert "stops after SIGTERM" in said
 
 
 def test_it_is_a_recipe() -> None:

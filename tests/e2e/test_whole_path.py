@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from persia._rpc.messages import BatchGradients, LookupResult, PooledOutput, SlotGradient
+from persia.config import EmbeddingSchema
 from tests.reference.worker import ReferenceJob, Samples, Weights, distinct
 from tests.support.profiles import tries
 from tests.support.services import (
@@ -23,6 +24,7 @@ from tests.support.services import (
     SGD,
     features,
     gradient,
+    hashed,
     make_servers,
     make_worker,
     read_rows,
@@ -91,11 +93,25 @@ def draw_weights(batch: dict[str, Samples], rng: np.random.Generator) -> Weights
 def test_one_two_and_four_servers_are_the_plain_python_job(
     optimizer: Any, steps: list[dict[str, Samples]], seed: int
 ) -> None:
-    job, rng = ReferenceJob(SCHEMA, SETTINGS, optimizer), np.random.default_rng(seed)
-    clusters = [make_servers(n, optimizer=optimizer) for n in (1, 2, 4)]
+    assert_the_plain_python_job(SCHEMA, optimizer, steps, seed)
+
+
+@tries(20)
+@given(steps=batches(), seed=st.integers(0, 2**32 - 1))
+def test_ids_with_a_hash_of_the_users_are_the_plain_python_job(
+    steps: list[dict[str, Samples]], seed: int
+) -> None:
+    assert_the_plain_python_job(hashed(), ADAGRAD, steps, seed)
+
+
+def assert_the_plain_python_job(
+    schema: EmbeddingSchema, optimizer: Any, steps: list[dict[str, Samples]], seed: int
+) -> None:
+    job, rng = ReferenceJob(schema, SETTINGS, optimizer), np.random.default_rng(seed)
+    clusters = [make_servers(n, schema, optimizer=optimizer) for n in (1, 2, 4)]
     with contextlib.ExitStack() as stack:
         workers = [
-            make_worker(servers, num_pooling_threads=num_threads)
+            make_worker(servers, schema, num_pooling_threads=num_threads)
             for servers, num_threads in zip(clusters, (1, 3, 2), strict=True)
         ]
         for worker in workers:
@@ -107,7 +123,7 @@ def test_one_two_and_four_servers_are_the_plain_python_job(
             report = job.update(batch, grads, weights)
             signs: dict[int, list[int]] = {}
             for name, samples in batch.items():
-                slot = SCHEMA.slots[name]
+                slot = schema.slots[name]
                 for x in distinct(job.kept(name, samples)):
                     signs.setdefault(slot.table, []).extend(job.signs_of(slot, x))
             signs = {table: sorted(set(of_table)) for table, of_table in signs.items()}

@@ -86,7 +86,7 @@ def test_learns_what_can_be_learned(seed: int, staleness: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:2])  # what they all show
 def test_embeddings_are_what_learns(seed: int) -> None:
     without, _ = run_quickstart(load("quickstart"), id, seed=seed, embeddings=False)
     assert _full_run(seed, 10).auc - without.auc >= 0.05

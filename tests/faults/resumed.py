@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.batches import SLOTS
+from tests.faults.kills import SIGNALS
 from tests.support.processes import ROOT, Cluster, run
 
 SCRIPT = Path(__file__).parent / "scripts" / "resumed.py"
@@ -38,9 +39,8 @@ def draw_kills(count: int, steps: int, seed: int) -> list[Kill]:
     """Return kills at ascending steps, each after at least one step more."""
     rng = random.Random(seed)
     at = sorted(rng.sample(range(2, steps), count))
-    names = ["SIGKILL", "SIGTERM"]
     return [
-        (step, names[number % 2], rng.uniform(0, _MOST_DELAY_S))
+        (step, SIGNALS[number % 2], rng.uniform(0, _MOST_DELAY_S))
         for number, step in enumerate(at)
     ]
 
@@ -82,11 +82,12 @@ def run_services(
     """Run the job once; torchrun starts the ranks again as often as one is killed."""
     folder.mkdir()
     variables = {"PERSIA_RESUME_FROM": str(folder / "ckpt"), **_GRACE}
+    variables["NUM_BATCHES"] = str(steps * num_ranks)  # the data-loaders'
     with Cluster(
         SLOTS, num_servers=2, num_workers=2, num_ranks=num_ranks, environment=variables
     ) as cluster:
         cluster.start_servers()
-        cluster.start_loaders(LOADER, 2, str(steps * num_ranks))
+        cluster.start_loaders(LOADER, 2)
         words = ("--nproc-per-node", str(num_ranks), "--max-restarts", str(len(kills)))
         arguments = (str(SCRIPT), str(folder), str(steps), json.dumps(kills))
         cluster.start("nn-worker", "nn-worker", *words, *arguments)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,12 +17,20 @@ from persia._training.progress import BEGINNING
 from persia._training.queues import Finished
 from persia._training.receiver import BatchReceiver
 from persia.errors import ServiceUnavailable, StreamRewound
+from tests.faults.batches import SLOTS, occurrences
+from tests.faults.job import assert_trained, make_ctx
 from tests.faults.resumed import draw_kills, run_embedded, run_services
+from tests.rpc.proxies import MessageProxy
 from tests.support.fixtures import Monkey
+from tests.support.processes import LISTS, Cluster, Process
 from tests.support.streams import PATIENCE_S, Background, FakeWorker, send
 from tests.support.waiting import until
 
+if TYPE_CHECKING:
+    import zmq
+
 STEPS, KILLS = 20, 5
+LATE = Path(__file__).parent / "scripts" / "late_update.py"
 
 
 class Address:
@@ -93,6 +103,53 @@ def test_what_a_rank_gave_back_as_it_ended_is_trained_by_the_next(monkeypatch: M
             after.end(stream, batch.batch_id)
     assert trained == list(range(count))
     loader.result()
+
+
+class LateUpdates(MessageProxy):
+    """Passes the first update, and later ones only once they may come.
+
+    A client repeats what it has no answer to.
+    """
+
+    def __init__(self, front: str, upstream: str) -> None:
+        self.may_come = threading.Event()
+        self._num_updates = 0
+        super().__init__(front, upstream, lambda number: 1)
+
+    def _deal(self, number: int, socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
+        if number > 0 and b"\xa1m\xa6update" in parts[1]:  # of the header, in msgpack
+            self._num_updates += 1
+            if self._num_updates > 1 and not self.may_come.is_set():
+                self.num_dropped += 1
+                return
+        super()._deal(number, socket, parts)
+
+
+@pytest.mark.slow
+def test_an_update_of_a_trainer_that_was_killed_does_not_reach_rows_loaded_since(
+    tmp_path: Path,
+) -> None:
+    """Its embedding-worker sends it again when another trainer has loaded the checkpoint."""
+    server, worker = "embedding-parameter-server", "embedding-worker"
+    with Cluster(SLOTS) as cluster, contextlib.ExitStack() as stack:
+        front = f"ipc://{cluster.place}/proxy"
+        proxy = LateUpdates(front, cluster.addresses[server][0])
+        stack.callback(proxy.close)
+        cluster.start_replica(server)
+        cluster.start_replica(worker, 0, **{LISTS[server]: front})
+        words = [sys.executable, str(LATE), str(tmp_path)]
+        killed = Process(words, cluster.environment, cluster.place / "killed.log")
+        cluster.processes["killed"] = killed
+        until(lambda: proxy.num_dropped or killed.poll() is not None, details=killed.printed)
+        cluster.kill("killed")
+        os.environ.update(cluster.variables)
+        with make_ctx() as ctx:
+            ctx.load_checkpoint(tmp_path)
+            assert_trained(ctx, occurrences(1))
+            proxy.may_come.set()
+            until(lambda: ctx.server_stats()[0]["replaced_updates"], details=ctx.server_stats)
+            assert_trained(ctx, occurrences(1))
+        cluster.stop()  # through the proxy
 
 
 @pytest.mark.slow

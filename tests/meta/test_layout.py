@@ -1,9 +1,13 @@
-"""Every way of installing gives the same package: wheel from sdist, pip install, editable."""
+"""Every way of installing gives the same package: wheel from sdist, pip install, editable.
+
+``make wheel`` runs this on the sdist that it has made, and on the wheel built from that alone.
+``make installs`` also has pip compile, which takes minutes.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
-import sys
 import sysconfig
 import tarfile
 import venv
@@ -15,57 +19,36 @@ import pytest
 from tests.meta.sources import CORE, ROOT, module_name
 from tests.support import processes
 
-pytestmark = pytest.mark.slow
+BUILT, COMPILES = "PERSIA_TEST_DIST", "PERSIA_TEST_INSTALLS"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BUILT not in os.environ, reason="of what `make wheel` has built"),
+]
 
 # What only a source tree has.
 SOURCE_ONLY = {".pyx", ".c", ".html", ".pyc"}
-NEEDED = ("build", "Cython", "setuptools")
+GENERATED = shutil.ignore_patterns(
+    *(".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", "__pycache__", "data"),
+    *("build", "dist", "wheelhouse", "*.egg-info", "*.c", "*.html"),
+)
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    ran = processes.run(*command, cwd=cwd, timeout_s=500)
+def run(*command: str | Path, cwd: Path, **changes: str) -> str:
+    ran = processes.run(*command, cwd=cwd, timeout_s=500, env=os.environ | changes)
     assert ran.returncode == 0, f"{command}\n{ran.stdout}\n{ran.stderr}"
     return ran.stdout
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources as a fresh clone has them."""
-    for module in NEEDED:
-        pytest.importorskip(module)
-    target = tmp_path_factory.mktemp("checkout") / "persia"
-    generated = shutil.ignore_patterns(
-        *(".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", "__pycache__", "data"),
-        *("build", "dist", "wheelhouse", "*.egg-info", "*.so", "*.c", "*.html"),
-    )
-    shutil.copytree(ROOT, target, ignore=generated)
-    return target
+def built(suffix: str) -> Path:
+    (found,) = Path(os.environ[BUILT]).glob(f"*{suffix}")
+    return found
 
 
 @pytest.fixture(scope="module")
-def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("sdist")
-    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(out)]
-    run(*build, cwd=checkout)
-    (archive,) = out.glob("*.tar.gz")
-    return archive
-
-
-@pytest.fixture(scope="module")
-def wheel_files(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in the wheel that is built from the sdist and from nothing else."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist) as archive:
-        if hasattr(tarfile, "data_filter"):
-            archive.extractall(folder, filter="data")
-        else:
-            archive.extractall(folder)
-    (unpacked,) = folder.iterdir()
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
-    run(*build, folder, cwd=unpacked)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive_of_wheel:
-        names = archive_of_wheel.namelist()
+def wheel_files() -> set[str]:
+    """Names in the wheel that was built from the sdist and from nothing else."""
+    with zipfile.ZipFile(built(".whl")) as wheel:
+        names = wheel.namelist()
     packages = {name.split("/")[0].split("-")[0] for name in names}
     assert packages == {"persia", "cpp_extension_tools"}
     assert {"cpp_extension_tools/__init__.py", "cpp_extension_tools/py.typed"} <= set(names)
@@ -110,27 +93,44 @@ def test_wheel_from_sdist_has_everything(wheel_files: set[str]) -> None:
     assert not {name for name in wheel_files if Path(name).suffix in SOURCE_ONLY}
 
 
-@pytest.mark.parametrize("is_editable", [False, True])
+def checkout(folder: Path, *, is_compiled: bool) -> Path:
+    """The sources as a fresh clone has them, or as `make build` leaves them."""
+    target = folder / "persia"
+    shutil.copytree(ROOT, target, ignore=GENERATED)
+    if not is_compiled:
+        for path in target.rglob("*.so"):
+            path.unlink()
+    return target
+
+
+@pytest.mark.parametrize("how", ["wheel", "editable", "source", "editable source"])
 def test_an_install_gives_the_layout_of_the_wheel(
-    is_editable: bool, checkout: Path, wheel_files: set[str], tmp_path: Path
+    how: str, wheel_files: set[str], tmp_path: Path
 ) -> None:
+    is_compiled = "source" not in how
+    if not is_compiled and COMPILES not in os.environ:
+        pytest.skip("compiles: `make installs`")
     python = environment(tmp_path / "venv")
-    options = ("--no-deps", "--no-build-isolation", "--ignore-installed")
-    words: list[str | Path] = [*options, checkout]
-    if is_editable:
-        source = tmp_path / "persia"
-        shutil.copytree(checkout, source, ignore=shutil.ignore_patterns("build", "*.c"))
-        words[-1:] = ["-e", source]
-    run(python, "-m", "pip", "install", *words, cwd=tmp_path)
+    words: list[str | Path] = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
+    if how == "wheel":
+        words.append(built(".whl"))
+    else:
+        words += ["-e"] * ("editable" in how)
+        words.append(checkout(tmp_path, is_compiled=is_compiled))
+    made = {"PERSIA_COMPILED": "1"} if is_compiled else {}  # as `make build` installs
+    run(python, "-m", "pip", "install", *words, cwd=tmp_path, **made)
     # From the folder above an editable checkout: its own folder is no namespace package there.
     assert layout(python, tmp_path) == wheel_files
 
 
-def test_sdist_carries_sources_and_nothing_generated(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
+def test_sdist_carries_sources_and_nothing_generated() -> None:
+    with tarfile.open(built(".tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"cpp_extension_tools/__init__.py", "examples/own_operator/setup.py"} <= names
     assert {"LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "setup.py"} <= names
     assert {str(source.relative_to(ROOT)) for source in CORE.rglob("*.pyx")} <= names
     assert {f"tests/meta/{path.name}" for path in Path(__file__).parent.glob("*.py")} <= names
-    assert not {name for name in names if Path(name).suffix in SOURCE_ONLY - {".pyx"} | {".so"}}
+    assert "tests/benchmarks/ceiling.c" in names
+    generated = {".html", ".pyc", ".so"}
+    assert not {name for name in names if Path(name).suffix in generated}
+    assert not {name for name in names if name.startswith("persia/") and name.endswith(".c")}

@@ -42,10 +42,12 @@ exec {real} "$@"
 """
 
 
-def write_module(folder: Path, name: str, answer: int = 42, padding: str = "") -> Path:
-    """Write a C module whose function ``answer`` returns a number; returns its file."""
+def write_module(
+    folder: Path, name: str, answer: int = 42, padding: str = "", suffix: str = ".c"
+) -> Path:
+    """Write a module whose function ``answer`` returns a number; returns its file."""
     folder.mkdir(parents=True, exist_ok=True)
-    source = folder / f"{name}.c"
+    source = folder / f"{name}{suffix}"
     source.write_text(MODULE.format(name=name, answer=answer, padding=padding))
     return source
 
@@ -74,8 +76,9 @@ class CountingCompiler:
     def hold_next(self) -> None:
         (self.folder / "hold").touch()
 
-    def wait_until_held(self) -> None:
-        (self.folder / "held").read_text()  # the test's own limit of time bounds it
+    def wait_until_held(self) -> int:
+        """Return the process that waits; the test's own limit of time bounds it."""
+        return int((self.folder / "held").read_text())
 
     def let_go(self) -> None:
         (self.folder / "go").write_text("go\n")
@@ -87,54 +90,73 @@ class CountingCompiler:
 
 
 def load(source: str, timeout_s: float = PATIENCE_S) -> tuple[str, object]:
-    """Load a module of ``write_module``; returns what it answers, or its error."""
-    from persia.cpp_extension import CompilerBuilder, cached_load_prebuilt_extension
+    """Load a module of ``write_module``; returns what it answers, or its error.
+
+    One in C++ is loaded by torch's tools.
+    """
+    from persia import cpp_extension
 
     name = Path(source).stem
-    builder = CompilerBuilder([source], include_dirs=[Path(source).parent])
     try:
-        module = cached_load_prebuilt_extension(
-            None, name, builder=builder, timeout_s=timeout_s
-        )
+        if source.endswith(".cpp"):
+            module = cpp_extension.cached_load_torch_cpp_extension(
+                name, source, extra_cflags=["-O0"], timeout_s=timeout_s
+            )
+        else:
+            builder = cpp_extension.CompilerBuilder(
+                [source], include_dirs=[Path(source).parent]
+            )
+            module = cpp_extension.cached_load_prebuilt_extension(
+                None, name, builder=builder, timeout_s=timeout_s
+            )
     except PersiaError as exc:
         return type(exc).__name__, str(exc)
     return "answer", module.answer()
 
 
 def _load_with_others(
-    barrier: Any, results: Any, source: str, cwd: str, variables: Mapping[str, str]
+    barrier: Any,
+    results: Any,
+    source: str,
+    cwd: str,
+    variables: Mapping[str, str],
+    timeout_s: float,
 ) -> None:
     os.chdir(cwd)
     os.environ.update(variables)
     barrier.wait(PATIENCE_S)
-    results.put(load(source))
+    results.put(load(source, timeout_s))
 
 
 def load_at_once(
-    method: str, sources: list[Path], folders: list[Path] | None = None
+    method: str,
+    sources: list[Path],
+    folders: list[Path] | None = None,
+    num_killed: int = 0,
+    timeout_s: float = PATIENCE_S,
 ) -> list[tuple[str, object]]:
     """Load one source in each of as many processes, which begin at the same time.
 
     ``method`` is how they are started; ``folders`` are their working directories. Where these
     are not given, the processes get this one's variables: pytest's forkserver has those of the
-    test that started it.
+    test that started it. Of those that the test kills there is no result.
     """
-    names = () if folders else ("CC", "CACHED_CPP_EXTENSION_BUILD_DIR")
-    variables = {name: os.environ[name] for name in names}
+    names = () if folders else ("CC", "CXX", "CACHED_CPP_EXTENSION_BUILD_DIR")
+    variables = {name: os.environ[name] for name in names if name in os.environ}
     context: Any = multiprocessing.get_context(method)
     barrier, results = context.Barrier(len(sources)), context.Queue()
     places = folders or [Path.cwd()] * len(sources)
     processes = [
         context.Process(
             target=_load_with_others,
-            args=(barrier, results, str(source), str(place), variables),
+            args=(barrier, results, str(source), str(place), variables, timeout_s),
         )
         for source, place in zip(sources, places, strict=True)
     ]
     for process in processes:
         process.start()
     try:
-        found = [results.get(timeout=PATIENCE_S) for _ in processes]
+        found = [results.get(timeout=timeout_s) for _ in processes[num_killed:]]
     finally:
         for process in processes:
             process.join(PATIENCE_S)

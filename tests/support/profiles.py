@@ -2,7 +2,7 @@
 
     fast   a quarter         make test
     full   all of them       make test-slow, which runs the tests of the fast tier again for it,
-                             make debug, make asan
+                             make test-all, make debug, make asan
     deep   a hundred times   by hand: --hypothesis-profile=deep
 
 Derandomized throughout: a test that fails today fails tomorrow.

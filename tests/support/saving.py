@@ -78,7 +78,7 @@ def load(worker: EmbeddingWorker, url: str | Path, *names: str) -> list[str]:
     loader = CheckpointReader(worker)
     identity = catalog.load(LocalStorage(url)).id
     loader.verify(identity, str(url), names or None)
-    return loader.commit(blocking=True)
+    return [note.text for note in loader.commit(blocking=True)]
 
 
 def is_in(server: ParameterServer, request: LoadRequest, state: str) -> bool:

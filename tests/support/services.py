@@ -26,6 +26,7 @@ from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, ParameterServerConfig
 from tests.reference.worker import Weights
+from tests.support import kernels
 
 Samples = list[list[int]]
 
@@ -60,6 +61,14 @@ CONFIG: dict[str, Any] = {
     "feature_groups": {"shared": ["sum", "max", "jagged"], "stacks": ["stack", "stack_mean"]},
 }
 SCHEMA = EmbeddingSchema.load(CONFIG)
+
+
+def hashed(*flags: str) -> EmbeddingSchema:
+    """The same slots, all with the hash of ``kernels/hash.c`` for ids."""
+    name = kernels.load("hash", *flags)
+    slots = {slot: {**own, "id_hash": name} for slot, own in CONFIG["slots_config"].items()}
+    return EmbeddingSchema.load({**CONFIG, "slots_config": slots})
+
 
 SETTINGS = HyperParameters(
     InitializationSettings("uniform", {"lower": -1.0, "upper": 1.0}), 1.0, 10.0, 7

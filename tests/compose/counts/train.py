@@ -1,7 +1,7 @@
 """Trains all batches within SPREAD_S, so that there is time for faults, and compares the rows.
 
 progress 25
-books {"batches": 500, ..., "wrong_ids": 0}
+books {"batches": 500, ..., "wrong_ids": 0, "lost": 0, "trained_again": 0}
 """
 
 from __future__ import annotations
@@ -63,9 +63,13 @@ def main() -> None:
             raise TypeError(f"expected pooled rows, got {type(rows).__name__}")
         counts = -rows.detach().numpy()
         wrong = int((counts != occurrences()[:, None]).any(axis=1).sum())
+        # Of occurrences of ids: how many their rows do not know of, and know of twice.
+        missing = occurrences() - counts[:, 0].astype(np.int64)
+        lost, again = int(missing.clip(0).sum()), int((-missing).clip(0).sum())
         repeated = sum(one.get("repeated_updates", 0) for one in ctx.server_stats())
-        books = {"wrong_ids": wrong, "rows": sum(sizes), "repeated": repeated, **ctx.stats()}
-    print("books", json.dumps(books), flush=True)
+        books = {"wrong_ids": wrong, "lost": lost, "trained_again": again}
+        of_job = {"rows": sum(sizes), "repeated": repeated, **ctx.stats()}
+    print("books", json.dumps({**books, **of_job}), flush=True)
 
 
 if __name__ == "__main__":
