@@ -81,7 +81,9 @@ _REFUSALS = (
 )
 
 _NO_KEY = "does not know this process's key"
-_NO_HANDSHAKE = "the handshake failed: it has another server key, or only one side has keys"
+_NO_HANDSHAKE = (
+    "the handshake failed: it was too slow, has another server key, or only one side has keys"
+)
 
 _closings = itertools.count()
 

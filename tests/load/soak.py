@@ -59,8 +59,7 @@ def started(stack: ExitStack, cluster: Cluster, *words: object) -> Any:
     """Start a process of ``tests.load.parts``, which ends with the stack."""
     command = [sys.executable, "-m", "tests.load.parts", *map(str, words)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    part = subprocess.Popen(command, env=cluster.environment, **pipes)
-    stack.callback(part.wait)
+    part = stack.enter_context(subprocess.Popen(command, env=cluster.environment, **pipes))
     stack.callback(part.kill)
     return part
 
