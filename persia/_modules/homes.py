@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -112,6 +113,8 @@ class RowHome:
         rank = env.get_rank() or 0
         self._rank, self._world_size = rank, env.get_world_size() or 1
         self.tracker = InFlightTracker(worker) if session is None else session.tracker
+        if self.trains and "compensated_updates" in worker.stats():
+            _warn_of_compensation()
         self._own_engine: BackwardPipeline | None = None
         if session is None:
             self._own_engine = BackwardPipeline(
@@ -163,7 +166,7 @@ class RowHome:
         Its gradients are of requests with as many samples as the last value says.
         """
         self.wait()
-        batch = InFlightBatch(num_samples=features[0].batch_size)
+        batch = InFlightBatch(num_samples=features[0].batch_size, is_by_id=True)
         self._number(batch)
         asked = self._request(features)
         request = IDFeatures(asked, batch.batch_id, True)
@@ -282,6 +285,15 @@ class RowHome:
             engine.close()
             if isinstance(self.worker, EmbeddingWorkers):
                 self.worker.close()
+
+
+@functools.cache  # said once
+def _warn_of_compensation() -> None:
+    _logger.warning(
+        "delay_compensation: gradients of modules of persia.nn are not corrected, as they come "
+        "by id and not by sample; the option is for features of a persia.data.DataLoader "
+        "(said once)"
+    )
 
 
 # --- which home a table has -----------------------------------------------------------------

@@ -396,6 +396,9 @@ class BatchGradients:
     scale: float = 1.0  # what the loss was multiplied with, and the ranks of their mean
     learning_rates: tuple[LearningRate, ...] = ()  # other tables: the registered optimizer's
     num_averaged: int = 1  # ranks over which the gradients are averaged, a part of ``scale``
+    # Whether each is a sum over samples, of a distinct id, whatever the slot's pooling: such
+    # ones are not corrected by samples.
+    is_by_id: bool = False
 
 
 @dataclass(frozen=True, slots=True)

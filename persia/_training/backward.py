@@ -420,6 +420,7 @@ class BackwardPipeline:
             update.scale,
             update.rates,
             update.num_averaged,
+            update.is_by_id,
         )
         if update.in_order:
             # Those before it were taken from the queue before it, so they end without it.

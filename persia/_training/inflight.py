@@ -228,6 +228,7 @@ class InFlightBatch:
     features: tuple[FeatureBatch, ...] = ()
     requires_grad: bool = True
     num_samples: int = 0
+    is_by_id: bool = False  # its "samples" are distinct ids, and their gradients sums
     # Registers the ids once more, given what their embedding-worker raised, and returns the
     # new ref; None if the embedding-worker, being of this process, cannot lose them.
     register_again: Callable[[ServiceError], int] | None = None

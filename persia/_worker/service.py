@@ -395,7 +395,11 @@ class EmbeddingWorker:
         self._lookup_time.add(end - begin)
         if is_training:
             load_ids = {server: reply.load_id for server, reply in replies.items()}
-            seen = rows if self._compensation else None
+            # Others than pooled ones have no gradient of a sample.
+            is_corrected = self._compensation and any(
+                feature.pooled >= 0 for feature in batch.plan.features
+            )
+            seen = rows if is_corrected else None
             batch.looked_up = LookedUp(hints, maxima, seen, load_ids)
         with self._lock:
             self._counts["lookups"] += 1
@@ -440,7 +444,7 @@ class EmbeddingWorker:
                 f"the servers have applied, got {gradients.update_id}"
             )
         arrays = _checked_gradients(batch, gradients)
-        if seen is not None:
+        if seen is not None and not gradients.is_by_id:
             arrays = self._compensated(batch, arrays, seen, maxima, gradients.num_averaged)
         sums, nan_samples, nan_rows = sum_gradients(batch, arrays, maxima, self._threads)
         servers = [x for x in range(self._num_servers) if x not in batch.acknowledged]
@@ -619,7 +623,8 @@ class EmbeddingWorker:
 
         Counts by feature are named ``masked_ids.<feature>``, ``nan_samples.<feature>`` and
         ``nan_rows.<feature>``; those that are zero are absent. With a delay compensation there
-        are ``compensated_updates``, and the microseconds that it took.
+        are ``compensated_updates``, those for which rows were looked up again, and the
+        microseconds that it took.
         """
         counts = self.statistics.count_ids()
         buffered = self.buffer.stats()

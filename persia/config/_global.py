@@ -159,7 +159,7 @@ class EmbeddingWorkerConfig(Section):
     buffered_data_expired_sec: Annotated[int, integer(1)] = 1000
     # How much of what rows have moved by since their lookup gradients are corrected for, to
     # first order; 1 is all of it, 0 none. Costs a second lookup for each batch. For a mean loss
-    # over the batch, where lookups are several updates late.
+    # over the batch, where lookups are several updates late. Not for modules of persia.nn.
     delay_compensation: Annotated[float, Expect("a number in 0..10", ge=0, le=10)] = 0.0
 
 

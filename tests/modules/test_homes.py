@@ -14,13 +14,14 @@ from torch import nn
 
 import persia.nn
 import persia.optim
+from persia._modules import homes
 from persia._modules.homes import home_of
 from persia.ctx import TrainCtx
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import ConfigError
 
 
-def a_context(optimizer: Any, **slots: Any) -> TrainCtx:
+def a_context(optimizer: Any, compensation: float = 0.0, **slots: Any) -> TrainCtx:
     """A context of two servers, with the slots given."""
     linear = nn.Linear(2, 1)
     return TrainCtx(
@@ -28,7 +29,10 @@ def a_context(optimizer: Any, **slots: Any) -> TrainCtx:
         torch.optim.SGD(linear.parameters(), lr=0.1),
         model=linear,
         embedding_config={"slots_config": slots},
-        global_config={"embedded_config": {"num_servers": 2}},
+        global_config={
+            "embedded_config": {"num_servers": 2},
+            "embedding_worker_config": {"delay_compensation": compensation},
+        },
     )
 
 
@@ -56,6 +60,33 @@ def test_in_a_context_modules_use_its_tables(pooling: str) -> None:
         assert sum(ctx.get_embedding_size()) == 6
         assert ctx.stats()["batches"] == 2
     assert home_of(module._tables[0]).worker is not ctx.embedding_worker
+
+
+@pytest.mark.parametrize("pooling", ["jagged", "sum", "raw"])
+def test_a_delay_compensation_leaves_rows_of_modules_as_they_are_and_says_so(
+    pooling: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Distinct ids are no samples: those of one number have nothing in common."""
+    homes._warn_of_compensation.cache_clear()
+    ids = torch.tensor([[1, 2], [2, 3], [4, 4]])
+    slots = {name: {"dim": 3, "pooling": pooling} for name in ("late", "later")}
+    with a_context(SGD(lr=1.0), 1.0, **slots) as ctx:
+        model = persia.nn.EmbeddingCollection({name: (name, 3) for name in slots})
+        optimizer = persia.optim.SGD(persia.nn.sparse_parameters(model), lr=1.0)
+        values = {"late": ids, "later": ids[:, :1]}
+        before = {name: one.detach() for name, one in model(values).items()}
+        # Each but the first misses the steps before it.
+        for found in [model(values) for _ in range(3)]:
+            optimizer.zero_grad()
+            sum(one.sum() for one in found.values()).mul(0.1).backward()
+            optimizer.step()
+        after = model(values)
+        moved = {name: (before[name] - after[name].detach())[:, 0] for name in slots}
+        assert torch.allclose(moved["late"], torch.tensor([0.9, 0.9, 1.2]), atol=1e-5)
+        assert torch.allclose(moved["later"], torch.full((3,), 0.3), atol=1e-5)
+        assert ctx.embedding_worker.stats()["compensated_updates"] == 0
+    (line,) = [one for one in caplog.messages if "delay_compensation" in one]
+    assert "gradients of modules of persia.nn are not corrected" in line
 
 
 def test_the_row_of_a_padding_id_is_that_of_the_place_and_of_the_load(tmp_path: Path) -> None:

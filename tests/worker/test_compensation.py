@@ -121,6 +121,35 @@ def test_where_nothing_was_missed_gradients_stay_as_they_are() -> None:
     assert found[0] == found[1]
 
 
+def late_step(names: tuple[str, ...], strength: float, *, is_by_id: bool) -> Any:
+    """Rows after two updates, both looked up before, and how many updates were corrected."""
+    servers = make_servers(2)
+    worker = make_worker(servers, delay_compensation=strength)
+    batch = {name: [[1, 2], [2]] for name in names}
+    for number, result in enumerate(
+        [worker.lookup_direct(features(batch, number)) for number in range(2)]
+    ):
+        given_ = gradient(result, (1, number))
+        worker.update(replace(given_, is_by_id=is_by_id))
+    outputs = worker.lookup_direct(features(batch, 2, requires_grad=False)).outputs
+    rows = [getattr(one, "rows", getattr(one, "values", None)) for one in outputs]
+    num_corrected = worker.stats().get("compensated_updates", 0)
+    worker.close()
+    return [np.asarray(one).tobytes() for one in rows], num_corrected
+
+
+def test_gradients_by_id_are_not_taken_for_those_of_samples() -> None:
+    off, _ = late_step(("sum", "mean"), 0.0, is_by_id=True)
+    assert late_step(("sum", "mean"), 1.0, is_by_id=True) == (off, 0)
+    on, num_corrected = late_step(("sum", "mean"), 1.0, is_by_id=False)
+    assert (on == off, num_corrected) == (False, 2)
+
+
+def test_features_without_a_gradient_of_a_sample_cost_no_further_lookup() -> None:
+    off, _ = late_step(("raw", "jagged"), 0.0, is_by_id=False)
+    assert late_step(("raw", "jagged"), 1.0, is_by_id=False) == (off, 0)
+
+
 def step_of(num_ranks: int) -> Any:
     """What the late update of one of several ranks moves rows by, times their number."""
     servers = make_servers(1)
