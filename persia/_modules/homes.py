@@ -314,24 +314,29 @@ def _close_own() -> None:
 
 def home_of(table: ModuleTable) -> RowHome:
     """Return where a table's rows are now, made if this is its first use."""
-    if _context_stack.current() is not None:
-        home = _home_in_context(table)
-        if home is not None:
-            return home
-    found: RowHome | None = table.home
-    if found is None:
-        with _lock:
-            found = table.home
-            if found is None:
-                found = _find_home(table)
-    return found
+    (home,) = homes_of([table])
+    return home
 
 
 def homes_of(tables: Sequence[ModuleTable]) -> list[RowHome]:
-    """Return where the rows of each table are now."""
-    if _context_stack.current() is not None:
-        return [home_of(table) for table in tables]
-    return [table.home or home_of(table) for table in tables]
+    """Return where the rows of each table are now, made if this is its first use."""
+    contexts = [
+        one
+        for one in reversed(_context_stack.entered())
+        if isinstance(one, EmbeddingCtx) and one._session is not None
+    ]
+    if not contexts:
+        return [table.home or _own_home(table) for table in tables]
+    return [
+        _home_in_context(table, contexts) or table.home or _own_home(table) for table in tables
+    ]
+
+
+def _own_home(table: ModuleTable) -> RowHome:
+    """Return where a table's rows are outside contexts."""
+    with _lock:
+        found: RowHome = table.home or _find_home(table)
+    return found
 
 
 def store_threads() -> ThreadPool:
@@ -344,11 +349,10 @@ def has_home(table: ModuleTable) -> bool:
     return table.home is not None
 
 
-def _home_in_context(table: ModuleTable) -> RowHome | None:
-    contexts = [one for one in _context_stack.entered() if isinstance(one, EmbeddingCtx)]
-    for ctx in reversed(contexts):
+def _home_in_context(table: ModuleTable, contexts: Sequence[EmbeddingCtx]) -> RowHome | None:
+    for ctx in contexts:
         session = ctx._session
-        if session is None:
+        if session is None:  # left meanwhile, by another thread
             continue
         home = _of_sessions.get(id(session))
         if home is None or home.session is not session:
