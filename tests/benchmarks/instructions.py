@@ -1,6 +1,6 @@
 """How many instructions the sparse path takes, against what was committed.
 
-    python -m tests.benchmarks.instructions [--update]
+    python -m tests.benchmarks.instructions [--update | --caches]
 
 Times on a shared machine say nothing about 3 %; instructions under callgrind are the same from
 run to run. One process under valgrind trains a small table (1 % of the workload's rows) and
@@ -10,6 +10,10 @@ keep it.
 
 Counts belong to an architecture, a compiler and a Python; of another one they are only
 reported. The kernels' variant is pinned as well, because valgrind knows no AVX-512.
+
+--caches prints what an id costs on all rows of the workload instead, with the caches of an
+Ice Lake server simulated: lines that were in no cache when they were read or written, and
+branches. Prefetches are not simulated: a line that was prefetched counts as a miss.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks import native
@@ -34,13 +39,30 @@ BASELINE = Path(__file__).with_name("instructions.json")
 SHIM = Path(__file__).with_name("callgrind.c")
 TOLERANCE = 0.03
 WIDEST = "avx2"  # that valgrind knows
-DEADLINE_S = 600
+DEADLINE_S = 900
+# Bytes, ways and bytes of a line. LL is the third level; callgrind simulates two.
+CACHES = ("--I1=32768,8,64", "--D1=49152,12,64", "--LL=50331648,12,64")
+COLUMNS = {
+    "instructions": ("Ir",),
+    "D1 misses": ("D1mr", "D1mw"),
+    "LL misses": ("DLmr", "DLmw"),
+    "branches": ("Bc", "Bi"),
+    "mispredicted": ("Bcm", "Bim"),
+}
 # Nothing that could differ from run to run: no hash seeds, no threads of numpy's.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def parts() -> Iterator[str]:
-    """Yield the kernels' variant, and then the name of each part that has run."""
+@dataclass(frozen=True)
+class Part:
+    """What one part took; the events by callgrind's names."""
+
+    num_ids: int
+    events: dict[str, int]
+
+
+def parts(quick: bool) -> Iterator[tuple[str, int]]:
+    """Yield the kernels' variant, and then the name and ids of each part that has run."""
     # Imported here: the process that starts valgrind needs none of it.
     import numpy as np
 
@@ -50,10 +72,11 @@ def parts() -> Iterator[str]:
 
     shim = native.load(SHIM)
     cpu.select(WIDEST if WIDEST in cpu.available() else "baseline")
-    yield cpu.selected()
+    yield cpu.selected(), 0
 
     def counted(name: str, warm: Step, step: Step) -> str:
         """Run both, the second between its two ends."""
+        shim.part_begin()  # here too: simulated caches begin empty
         warm()
         gc.collect()
         gc.disable()
@@ -63,25 +86,32 @@ def parts() -> Iterator[str]:
         gc.enable()
         return name
 
-    num_rows = sum(sizes(True))
-    persia = Persia(sizes(True), 1)
+    num_rows = sum(sizes(quick))
+    persia = Persia(sizes(quick), 1)
     for pattern in PATTERNS:
-        first, second = batches(pattern, True, 2)
+        first, second = batches(pattern, quick, 2)
         for kind, step in (("train", persia.train_step), ("evaluate", persia.evaluate_step)):
-            yield counted(f"{kind} {pattern}", step(first), step(second))
-    full = Persia(sizes(True), 1, capacity=num_rows // 2)
+            yield counted(f"{kind} {pattern}", step(first), step(second)), second.num_ids
+    del persia
+    full = Persia(sizes(quick), 1, capacity=num_rows // 2)
     new = [raw_ids(np.arange(num_rows * at, num_rows * at + 10_000)) for at in (1, 2)]
-    yield counted(
-        "insert and evict", lambda: full.insert(0, new[0]), lambda: full.insert(0, new[1])
+    yield (
+        counted(
+            "insert and evict", lambda: full.insert(0, new[0]), lambda: full.insert(0, new[1])
+        ),
+        10_000,
     )
 
 
-def measure() -> tuple[str, dict[str, int]]:
-    """Return the kernels' variant and instructions by part, counted in a process of its own."""
+def measure(caches: bool) -> tuple[str, dict[str, Part]]:
+    """Return the kernels' variant and what each part took, counted in a process of its own."""
     with tempfile.TemporaryDirectory() as place:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
+        if caches:
+            command += ["--cache-sim=yes", "--branch-sim=yes", *CACHES]
         command += [f"--callgrind-out-file={place}/out", sys.executable, "-m"]
         command += ["tests.benchmarks.instructions", "--child"]
+        command += ["--caches"] if caches else []
         done = run(*command, env=os.environ | ENVIRONMENT, timeout_s=DEADLINE_S)
         if done.returncode != 0:
             raise RuntimeError(f"valgrind ended with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -89,11 +119,13 @@ def measure() -> tuple[str, dict[str, int]]:
         for file in Path(place).glob("out.*"):
             text = file.read_text()
             name = re.search(r"^desc: Trigger: Client Request: (.*)$", text, re.M)
-            count = re.search(r"^(?:summary|totals): (\d+)$", text, re.M)
-            if name is not None and count is not None:
-                counts[name[1]] = int(count[1])
-    level, *names = done.stdout.splitlines()
-    return level, {name: counts[name] for name in names}
+            events = re.search(r"^events: (.*)$", text, re.M)
+            count = re.search(r"^(?:summary|totals): (.*)$", text, re.M)
+            if name is not None and events is not None and count is not None:
+                numbers = map(int, count[1].split())
+                counts[name[1]] = dict(zip(events[1].split(), numbers, strict=True))
+    (level, _), *ran = (line.split("\t") for line in done.stdout.splitlines())
+    return level, {name: Part(int(num_ids), counts[name]) for name, num_ids in ran}
 
 
 def setting(level: str) -> str:
@@ -134,20 +166,39 @@ def compare(counts: dict[str, int], known: dict[str, int]) -> bool:
     return is_good
 
 
+def per_id(level: str, ran: dict[str, Part]) -> None:
+    """Print a table of what an id of each part took."""
+    print(f"Per id, kernels of {level}; {' '.join(CACHES)}\n")
+    print(f"| part | {' | '.join(COLUMNS)} |")
+    print("|---" * (1 + len(COLUMNS)) + "|")
+    for name, part in ran.items():
+        sums = [sum(part.events[event] for event in each) for each in COLUMNS.values()]
+        first, *rest = (each / part.num_ids for each in sums)
+        print(f"| {name} | {first:.0f} | {' | '.join(f'{each:.2f}' for each in rest)} |")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--update", action="store_true", help="commit to what is counted now")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--update", action="store_true", help="commit to what is counted now")
+    chosen.add_argument(
+        "--caches", action="store_true", help="misses and branches per id on all rows"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        for name in parts():
-            print(name, flush=True)
+        for name, num_ids in parts(quick=not args.caches):
+            print(name, num_ids, sep="\t", flush=True)
         return 0
     reason = missing()
     if reason is not None:
         print(f"instructions: skipped, {reason}")
         return 0
-    level, counts = measure()
+    level, ran = measure(args.caches)
+    if args.caches:
+        per_id(level, ran)
+        return 0
+    counts = {name: part.events["Ir"] for name, part in ran.items()}
     where = setting(level)
     baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
     if args.update:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.benchmarks.ceiling import EPS, Table, described
 from tests.benchmarks.defaults import Cell, Pair, Results, regrets
-from tests.benchmarks.instructions import compare
+from tests.benchmarks.instructions import Part, compare, per_id
 from tests.benchmarks.interleaved import Series, ratio
 from tests.benchmarks.native import compiler
 from tests.benchmarks.workload import ACCUMULATOR, DIM, LR, Batch, Ids
@@ -101,6 +101,14 @@ def test_more_instructions_than_committed_fail(count: int, is_good: bool) -> Non
     assert (
         compare({"a part": 500, "another": count}, {"a part": 500, "another": 1000}) == is_good
     )
+
+
+def test_misses_are_of_reads_and_writes_and_per_id(capsys: pytest.CaptureFixture[str]) -> None:
+    events = {"Ir": 2040, "D1mr": 20, "D1mw": 10, "DLmr": 5, "DLmw": 2}
+    events |= {"Bc": 100, "Bcm": 4, "Bi": 20, "Bim": 2}
+    per_id("avx2", {"a part": Part(10, events)})
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row == "| a part | 204 | 3.00 | 0.70 | 12.00 | 0.60 |"
 
 
 def test_a_ratio_is_taken_pair_by_pair() -> None:
