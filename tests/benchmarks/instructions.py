@@ -19,6 +19,7 @@ branches. Prefetches are not simulated: a line that was prefetched counts as a m
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -28,7 +29,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,33 +75,36 @@ def parts(quick: bool) -> Iterator[tuple[str, int]]:
     cpu.select(WIDEST if WIDEST in cpu.available() else "baseline")
     yield cpu.selected(), 0
 
-    def counted(name: str, warm: Step, step: Step) -> str:
-        """Run both, the second between its two ends."""
+    def counted(name: str, warm: Sequence[Step], steps: Sequence[Step]) -> str:
+        """Run all, the second ones between two ends."""
         shim.part_begin()  # here too: simulated caches begin empty
-        warm()
+        for step in warm:
+            step()
         gc.collect()
         gc.disable()
         shim.part_begin()
-        step()
+        for step in steps:
+            step()
         shim.part_end(name.encode())
         gc.enable()
         return name
 
+    num_warm, num_counted = (1, 1) if quick else (2, 3)
     num_rows = sum(sizes(quick))
     persia = Persia(sizes(quick), 1)
     for pattern in PATTERNS:
-        first, second = batches(pattern, quick, 2)
+        data = batches(pattern, quick, num_warm + num_counted)
+        num_ids = sum(batch.num_ids for batch in data[num_warm:])
         for kind, step in (("train", persia.train_step), ("evaluate", persia.evaluate_step)):
-            yield counted(f"{kind} {pattern}", step(first), step(second)), second.num_ids
-    del persia
+            steps = [step(batch) for batch in data]
+            name = counted(f"{kind} {pattern}", steps[:num_warm], steps[num_warm:])
+            yield name, num_ids
+    if not quick:  # so few inserts would find the third level empty
+        return
     full = Persia(sizes(quick), 1, capacity=num_rows // 2)
     new = [raw_ids(np.arange(num_rows * at, num_rows * at + 10_000)) for at in (1, 2)]
-    yield (
-        counted(
-            "insert and evict", lambda: full.insert(0, new[0]), lambda: full.insert(0, new[1])
-        ),
-        10_000,
-    )
+    first, last = (functools.partial(full.insert, 0, ids) for ids in new)
+    yield counted("insert and evict", [first], [last]), len(new[1])
 
 
 def measure(caches: bool) -> tuple[str, dict[str, Part]]:
