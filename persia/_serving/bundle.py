@@ -339,8 +339,9 @@ def set_current(model_folder: Path, version: int) -> None:
 
 @contextlib.contextmanager
 def new_version(model_folder: Path) -> Iterator[Path]:
-    """Yield a folder aside for a version; it is removed if it was not published."""
+    """Yield a folder aside for a version; what is not published leaves no folder."""
     check_name(model_folder.name)
+    is_new = not model_folder.exists()
     aside = model_folder / f".new-{secrets.token_hex(8)}"
     try:
         aside.mkdir(parents=True)
@@ -350,6 +351,9 @@ def new_version(model_folder: Path) -> Iterator[Path]:
         yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it has a version
+                model_folder.rmdir()
 
 
 def publish_version(

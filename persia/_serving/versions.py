@@ -150,6 +150,17 @@ class _Model:
     retired: list[_Live] = field(default_factory=list)  # not closed yet
     reload: set[int] = field(default_factory=set)  # live ones to be loaded again
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether its folder has no version and names none, as before the first export ends."""
+        found = self.found
+        return (
+            found is not None
+            and not (found.versions or found.problem)
+            and self.current is None
+            and self.default is None
+        )
+
     def order(self) -> list[int]:
         """Return the versions that may be served, the best first."""
         if not self.is_wanted or self.found is None:
@@ -721,10 +732,18 @@ class ModelRepository(_Switches):
             return {**servable.metadata(), "name": model, "versions": ready}
 
     def is_ready(self, model: str | None = None, version: int | str | None = None) -> bool:
-        """Return whether a version is ready; without a model, whether every model is."""
+        """Return whether a version is ready; without a model, whether every model is.
+
+        A folder without a version counts only where its model was named: the first export of
+        another model must not stop what is served.
+        """
         with self._changed:
             if model is None:
-                wanted = [one for one in self._models.values() if one.is_wanted]
+                wanted = [
+                    one
+                    for one in self._models.values()
+                    if one.is_wanted and not (self._serves_all and one.is_empty)
+                ]
                 is_up = self._was_scanned and not self._is_closed
                 return is_up and all(one.default is not None for one in wanted)
             try:
@@ -841,12 +860,15 @@ class ModelRepository(_Switches):
                 model.current = model.found.current
 
     def _warn_of_missing(self, found: Mapping[str, _Found]) -> None:
-        """Say which models are named and not there at the first look, or that none is."""
+        """Say which models are not there, or empty, at the first look, or that none is."""
         there = ", ".join(sorted(found)) or "none"
         for name in sorted((self._models.keys() | self._policies.keys()) - found.keys()):
             logger.warning(
                 "model %s is not in %s yet, whose models are: %s", name, self._root, there
             )
+        for name, model in sorted(found.items()):
+            if not (model.versions or model.problem):
+                logger.warning("model %s: %s has no version yet", name, self._root / name)
         if not found:
             logger.warning("%s has no model yet, so that no request is answered", self._root)
 

@@ -14,6 +14,7 @@ from persia._serving.bundle import (
     Bundle,
     check_name,
     current_version,
+    new_version,
     read_plain,
     schema_document,
     versions,
@@ -45,6 +46,16 @@ def test_a_config_keeps_what_tells_tables_apart() -> None:
     )
     found = EmbeddingSchema.load(yaml.safe_load(schema_document(schema)))
     assert found == schema
+
+
+def test_a_version_that_is_not_published_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "clicks"
+    with pytest.raises(ValueError, match="no such output"), new_version(folder):
+        raise ValueError("no such output")
+    assert not folder.exists()
+    with new_version(folder) as aside:
+        aside.rename(folder / "1")
+    assert [one.name for one in folder.iterdir()] == ["1"]
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
