@@ -557,11 +557,19 @@ def attach_optimizer(
     tables: Sequence[ModuleTable], optimizer: OptimizerSettings, weight_bound: float
 ) -> None:
     """Have an optimizer step these tables; rows that are there move to a store that has it."""
+    lacking = [table for table in tables if table.lacks_state]
+    if lacking:
+        _logger.warning(
+            "%s: the checkpoint has state of an optimizer, which was not read, as this one is "
+            "made after persia.nn.load: call persia.nn.load once more, or state begins again",
+            ", ".join(f"table {table.name!r}" for table in lacking),
+        )
     with _lock:
         moving: dict[RowHome, list[ModuleTable]] = {}
         for table in tables:
             before = _kind(table)
             table.optimizer, table.weight_bound = optimizer, weight_bound
+            table.lacks_state = False
             home = table.home
             if home is None or _kind(table) == before:
                 continue

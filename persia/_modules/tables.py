@@ -72,6 +72,7 @@ class ModuleTable:
             first use.
         has_own_rate: Whether it is stepped at another learning rate than tables like it.
         is_loaded: Whether its rows were loaded from a checkpoint.
+        lacks_state: Whether that has state of an optimizer, which was left out as it had none.
         pending: Its gradients that no step has used.
     """
 
@@ -92,7 +93,7 @@ class ModuleTable:
         self.version = self.num_writes = 0
         self.home: Any = None
         self.has_own_rate = False
-        self.is_loaded = False
+        self.is_loaded = self.lacks_state = False
         self.pending = PendingGradients()
         # Modules that read its rows, whose buffer ``version`` changes with them.
         self.readers: list[weakref.ref[torch.nn.Module]] = []

@@ -210,38 +210,45 @@ def _new_names(
 def _load_rows(
     stores: list[tuple[RowHome, list[ModuleTable]]], places: Mapping[str, _Place], url: str
 ) -> None:
-    readers: list[tuple[checkpoint.CheckpointReader, bool]] = []
+    readers: list[tuple[checkpoint.CheckpointReader, list[ModuleTable]]] = []
     try:
         for home, tables in stores:
-            by_place: dict[_Place, list[str]] = {}
+            by_place: dict[_Place, list[ModuleTable]] = {}
             for table in tables:
                 if table.name not in places:
-                    there = ", ".join(map(repr, sorted(places)))
+                    known = ", ".join(map(repr, sorted(places)))
                     raise CheckpointError(
-                        f"{url}: it has no rows of table {table.name!r}, but of {there}"
+                        f"{url}: it has no rows of table {table.name!r}, but of {known}"
                     )
-                by_place.setdefault(places[table.name], []).append(table.name)
-            for (folder, identity), names in by_place.items():
+                by_place.setdefault(places[table.name], []).append(table)
+            for (folder, identity), there in by_place.items():
                 reader = checkpoint.CheckpointReader(home.worker)
-                reader.verify(identity, folder, tuple(names))
-                readers.append((reader, home.optimizer is not None))
+                reader.verify(identity, folder, tuple(table.name for table in there))
+                readers.append((reader, [] if home.optimizer is not None else there))
                 if len(by_place) > 1:  # a server has one load at a time
                     _commit(*readers.pop())
-        for reader, has_optimizer in readers:
-            _commit(reader, has_optimizer)
+        for reader, unstepped in readers:
+            _commit(reader, unstepped)
     finally:
         for reader, _ in readers:
             reader.drop()
 
 
-def _commit(reader: checkpoint.CheckpointReader, has_optimizer: bool) -> None:
-    """Load, and warn of what a user of modules has decided: seeds are drawn by torch."""
+def _commit(reader: checkpoint.CheckpointReader, unstepped: list[ModuleTable]) -> None:
+    """Load, and warn of what a user of modules has decided: seeds are drawn by torch.
+
+    Args:
+        reader: Has verified the rows.
+        unstepped: Tables without an optimizer, which know then that state was left out.
+    """
 
     def level_of(note: LoadNote) -> int:
-        is_usual = note.kind == "seed" or (note.kind == "optimizer" and not has_optimizer)
+        is_usual = note.kind == "seed" or (note.kind == "optimizer" and unstepped)
         return logging.INFO if is_usual else logging.WARNING
 
-    reader.commit(blocking=True, level_of=level_of)
+    notes = reader.commit(blocking=True, level_of=level_of)
+    for table in unstepped:
+        table.lacks_state = any(note.kind == "optimizer" for note in notes)
 
 
 def by_rank_0(what: str, prepare: Callable[[], None], act: Callable[[], None]) -> None:

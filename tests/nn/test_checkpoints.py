@@ -260,7 +260,11 @@ def test_a_load_warns_of_what_a_user_has_decided(
         persia.nn.load(other, tmp_path)
         assert not caplog.records
         persia.optim.SGD(other.parameters(), lr=0.1)
+        (text,) = caplog.messages
+        assert text.startswith("table 'warned.one', table 'warned.two': the checkpoint has")
+        assert "call persia.nn.load once more" in text
         persia.nn.load(other, tmp_path)
+        persia.optim.SGD(other.parameters(), lr=0.1)
         assert "were trained by adagrad and are by sgd" in caplog.messages.pop()
         persia.nn.load(model, tmp_path)
         caplog.clear()
