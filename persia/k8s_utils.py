@@ -10,6 +10,7 @@ persia-k8s-utils doctor JOB
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from persia._cli.errors import HELP, OneLineGroup, Refused, example
 from persia._cli.log import set_up_logging
 from persia._k8s.crd import crd
 from persia._k8s.plan import ENGINES, SERVER, TRAINER
-from persia._k8s.render import as_yaml, render
+from persia._k8s.render import OLDEST, as_yaml, render
 from persia._k8s.spec import read_job
 from persia.errors import ConfigError, PersiaError
 from persia.version import __version__
@@ -38,11 +39,13 @@ def cli() -> None:
 
 
 def _version(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    try:
-        return int(major), int(minor)
-    except ValueError as exc:
-        raise ConfigError(f"--kubernetes: expected a version as 1.31, got {text!r}") from exc
+    """Return a version of Kubernetes, as people or kubectl write it."""
+    found = re.fullmatch(r"v?(\d+)\.(\d+)(\.\d+.*)?", text)
+    if found is None or (version := (int(found[1]), int(found[2]))) < OLDEST:
+        raise ConfigError(
+            f"--kubernetes: expected a version as 1.31, from 1.{OLDEST[1]} on, got {text!r}"
+        )
+    return version
 
 
 def _images(server_image: str | None, nn_worker_image: str | None) -> dict[str, str]:
@@ -97,10 +100,12 @@ def render_command(
     They need no operator, and no rights in the cluster but those to create them.
     """
     try:
+        version = _version(kubernetes)
+        job = read_job(filename)
         plan, objects = render(
-            read_job(filename),
+            job,
             engine,
-            kubernetes=_version(kubernetes),
+            kubernetes=version,
             keys=keys,
             images=_images(server_image, nn_worker_image),
             run_id=run_id,

@@ -64,8 +64,13 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
     status, _, error = invoke("render", "-f", path)
     assert status == 2
     assert error.startswith(f"{path}:{line}: spec.embeddingParameterServer.replicas: ")
-    status, _, error = invoke("render", "-f", EXAMPLE, "--kubernetes", "new")
-    assert error == "--kubernetes: expected a version as 1.31, got 'new'\n"
+    for version in ("new", "1.19", "1", "-1.31"):
+        status, _, error = invoke("render", "-f", EXAMPLE, "--kubernetes", version)
+        assert status == 2
+        expected = "--kubernetes: expected a version as 1.31, from 1.20 on"
+        assert error == f"{expected}, got {version!r}\n"
+    for version in ("v1.31.2", "1.27.3-gke.100"):
+        assert invoke("render", "-f", EXAMPLE, "--kubernetes", version)[0] == 0
     status, _, error = invoke("render")
     assert status == 2
     assert error.endswith("Example: persia-k8s-utils render -f job.yml --engine jobset\n")

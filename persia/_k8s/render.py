@@ -16,6 +16,9 @@ from persia._k8s.pods import keys_secret
 from persia._k8s.spec import PersiaJob
 from persia.errors import ConfigError
 
+# The oldest version of Kubernetes whose objects are written.
+OLDEST = (1, 20)
+
 Writer = Callable[[Plan, tuple[int, int]], list[dict[str, Any]]]
 WRITERS: Mapping[str, Writer] = {
     "native": native.objects,

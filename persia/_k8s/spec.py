@@ -24,7 +24,7 @@ from persia.config.document import (
     show,
     validate,
 )
-from persia.errors import ConfigError
+from persia.errors import ConfigError, did_you_mean
 
 GROUP, VERSION, KIND, PLURAL = "persia.com", "v1", "PersiaJob", "persiajobs"
 API_VERSION = f"{GROUP}/{VERSION}"
@@ -35,6 +35,11 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _ENV_NAME = re.compile(r"[^=\x00-\x1f]+")
 # Names and places of volumes that every pod has; see ``pods``.
 OWN_VOLUMES = ("persia-shm", "persia-tmp", "persia-keys")
+_QUANTITY = re.compile(r"\d+(\.\d*)?([KMGTPE]i|[kMGTPE]|[eE]\d+)?")
+_MOUNT_KEYS = (
+    *("name", "mountPath", "mountPropagation", "readOnly", "recursiveReadOnly", "subPath"),
+    "subPathExpr",
+)
 
 Object = Named[Any]
 Count = Annotated[int, integer(0, _MAX_INT32)]
@@ -194,6 +199,11 @@ class JobSpec(Section):
         if not any(role.replicas for _, role in self.roles()):
             raise InvalidValue("expected a role with replicas, such as nnWorker: none is given")
         for key, role in self.roles():
+            if role.shmSize is not None and not _QUANTITY.fullmatch(role.shmSize):
+                raise InvalidValue(
+                    f"expected a quantity as 256Mi or 8Gi, got {show(role.shmSize)}",
+                    *(key, "shmSize"),
+                )
             _check_env(role.env, key, "env")
             _check_mounts(role, names, key)
 
@@ -231,6 +241,10 @@ def _check_mounts(role: RoleSpec, volumes: list[str], key: str) -> None:
                 f"expected a name of volumes, got {mount['name']!r}", *where, "name"
             )
         place = mount.get("mountPath")
+        unknown = [each for each in mount if each not in _MOUNT_KEYS]
+        if place is None and unknown:
+            hint = did_you_mean(unknown[0], _MOUNT_KEYS)
+            raise InvalidValue(f"unknown key{hint}", *where, unknown[0])
         if not isinstance(place, str) or not place.startswith("/") or place in places:
             raise InvalidValue(
                 f"expected an absolute path of its own, got {show(place)}", *where, "mountPath"

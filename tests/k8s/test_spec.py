@@ -41,6 +41,13 @@ def test_a_document_of_the_original_is_read_as_it_is() -> None:
             16,
             "expected an absolute path of its own, got 'mnt'",
         ),
+        (
+            "mountPath: /",
+            "mountpath: /",
+            16,
+            "mountpath: unknown key, did you mean",
+        ),
+        ("nprocPerNode: 4", "shmSize: 256MB", 12, "spec.nnWorker.shmSize: expected a quantity"),
         ("- name: data", "- name: persia-tmp", 18, "'persia-tmp' is another volume's name"),
         ("kind: PersiaJob", "kind: Job", 2, "kind: expected 'PersiaJob', got 'Job'"),
         ("PERSIA_GLOBAL_CONFIG: g", "X: g", 7, "spec.persiaEnv.X: unknown key"),
