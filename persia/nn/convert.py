@@ -50,8 +50,10 @@ def convert(
         prefix: Put before the names of tables, to tell several models of a process apart.
 
     Raises:
-        ConfigError: If nothing was replaced, now or before.
+        ConfigError: If it is no module, or nothing was replaced, now or before.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert: expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.Embedding | nn.EmbeddingBag):
         holder = nn.ModuleDict({"embedding": model})
         convert(holder, min_rows=min_rows, initialization=initialization, prefix=prefix)

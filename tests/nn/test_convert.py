@@ -59,6 +59,11 @@ def test_what_can_be_converted_is_and_gives_the_same(caplog: pytest.LogCaptureFi
     assert (model(*unseen) - before).abs().max() > 0.01
 
 
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module, got dict"):
+        persia.nn.convert({})  # type: ignore[arg-type]
+
+
 def test_new_rows_begin_as_those_that_were_there() -> None:
     model = nn.ModuleDict({"wide": nn.Embedding(500, 16)})
     with torch.no_grad():
