@@ -31,7 +31,7 @@ from persia.ctx import DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import RemoteError, ServiceBusy
 from persia.helper import PersiaServiceCtx
-from tests.benchmarks.interleaved import settled
+from tests.benchmarks.interleaved import libc_call, settled
 from tests.faults.batches import SLOTS, make_batch, occurrences
 from tests.faults.job import assert_trained, make_ctx, step, trained
 from tests.load.soak import soak
@@ -40,8 +40,9 @@ from tests.support.fixtures import Record
 from tests.support.local_job import local_job
 from tests.support.streams import Background
 
-# What lies between blocks that are in use, in arenas of many threads: a hundred rounds, half.
+# What lies between blocks that are in use, in arenas that threads before have made.
 SLACK_BYTES = 24 << 20
+M_ARENA_MAX = -8  # of glibc's mallopt
 # Of Python's allocator, a round: torch keeps some for each step. One context has thousands.
 SLACK_BLOCKS = 200
 COUNT = 6
@@ -62,6 +63,8 @@ def resources() -> dict[str, Any]:
 
 def repeat(run: Callable[[], None], times: int) -> None:
     """Run it often, after a few rounds that fill caches; nothing may be left or grow."""
+    # Else each round's threads spread over arenas, whose gaps take 80 MB until they are reused.
+    libc_call("mallopt", M_ARENA_MAX, 1)
     for _ in range(5):
         run()
     before, memory, blocks = resources(), settled(), sys.getallocatedblocks()
