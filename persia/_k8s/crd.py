@@ -137,7 +137,7 @@ def _of_hint(hint: Any) -> dict[str, Any]:
         for extra in arguments[1:]:
             if isinstance(extra, Expect):
                 found |= {
-                    {"ge": "minimum", "le": "maximum"}[key]: value
+                    {"ge": "minimum", "le": "maximum", "pattern": "pattern"}[key]: value
                     for key, value in extra.constraints.items()
                 }
         return found

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from persia.config.document import (
     Document,
+    Expect,
     InvalidValue,
     Listed,
     Named,
@@ -35,7 +36,6 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _ENV_NAME = re.compile(r"[^=\x00-\x1f]+")
 # Names and places of volumes that every pod has; see ``pods``.
 OWN_VOLUMES = ("persia-shm", "persia-tmp", "persia-keys")
-_QUANTITY = re.compile(r"\d+(\.\d*)?([KMGTPE]i|[kMGTPE]|[eE]\d+)?")
 _MOUNT_KEYS = (
     *("name", "mountPath", "mountPropagation", "readOnly", "recursiveReadOnly", "subPath"),
     "subPathExpr",
@@ -47,6 +47,10 @@ Replicas = Annotated[int, integer(0, 10_000)]
 # Each has two ports of its own in a pod.
 Ranks = Annotated[int, integer(1, 1024)]
 AtLeastOne = Annotated[int, integer(1, _MAX_INT32)]
+Quantity = Annotated[
+    str,
+    Expect("a quantity as 256Mi or 8Gi", pattern=r"^\d+(\.\d*)?([KMGTPE]i|[kMGTPE]|[eE]\d+)?$"),
+]
 
 
 def _doc(text: str) -> dict[str, str]:
@@ -90,7 +94,7 @@ class RoleSpec(Section):
     args: Listed[tuple[str, ...]] = field(
         default=(), metadata=_doc("Arguments behind those of the role: of the script.")
     )
-    shmSize: str | None = field(
+    shmSize: Quantity | None = field(
         default=None,
         metadata=_doc("Size of /dev/shm, where servers keep rows; else as the pod's memory."),
     )
@@ -199,11 +203,6 @@ class JobSpec(Section):
         if not any(role.replicas for _, role in self.roles()):
             raise InvalidValue("expected a role with replicas, such as nnWorker: none is given")
         for key, role in self.roles():
-            if role.shmSize is not None and not _QUANTITY.fullmatch(role.shmSize):
-                raise InvalidValue(
-                    f"expected a quantity as 256Mi or 8Gi, got {show(role.shmSize)}",
-                    *(key, "shmSize"),
-                )
             _check_env(role.env, key, "env")
             _check_mounts(role, names, key)
 

@@ -100,6 +100,11 @@ class _Found:
     current: int | None  # that ``current.json`` names
     problem: str
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no version and names none, as before the first export ends."""
+        return not (self.versions or self.problem) and self.current is None
+
 
 @dataclass(eq=False, slots=True)
 class _Live:
@@ -149,17 +154,6 @@ class _Model:
     failures: dict[int, _Failure] = field(default_factory=dict)
     retired: list[_Live] = field(default_factory=list)  # not closed yet
     reload: set[int] = field(default_factory=set)  # live ones to be loaded again
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether its folder has no version and names none, as before the first export ends."""
-        found = self.found
-        return (
-            found is not None
-            and not (found.versions or found.problem)
-            and self.current is None
-            and self.default is None
-        )
 
     def order(self) -> list[int]:
         """Return the versions that may be served, the best first."""
@@ -734,16 +728,15 @@ class ModelRepository(_Switches):
     def is_ready(self, model: str | None = None, version: int | str | None = None) -> bool:
         """Return whether a version is ready; without a model, whether every model is.
 
-        A folder without a version counts only where its model was named: the first export of
-        another model must not stop what is served.
+        Beside other models a folder without a version counts only where its model was named:
+        its first export must not stop what is served.
         """
         with self._changed:
             if model is None:
-                wanted = [
-                    one
-                    for one in self._models.values()
-                    if one.is_wanted and not (self._serves_all and one.is_empty)
-                ]
+                wanted = [one for one in self._models.values() if one.is_wanted]
+                if self._serves_all:
+                    made = [one for one in wanted if not (one.found and one.found.is_empty)]
+                    wanted = made or wanted
                 is_up = self._was_scanned and not self._is_closed
                 return is_up and all(one.default is not None for one in wanted)
             try:
@@ -867,7 +860,7 @@ class ModelRepository(_Switches):
                 "model %s is not in %s yet, whose models are: %s", name, self._root, there
             )
         for name, model in sorted(found.items()):
-            if not (model.versions or model.problem):
+            if model.is_empty and (self._serves_all or name in self._models):
                 logger.warning("model %s: %s has no version yet", name, self._root / name)
         if not found:
             logger.warning("%s has no model yet, so that no request is answered", self._root)

@@ -178,16 +178,21 @@ def test_models_that_are_not_there_at_the_first_look_are_said(
 def test_an_empty_folder_of_another_model_leaves_the_server_ready(
     tmp_path: Path, loader: Loader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publish(tmp_path, 1)
     (tmp_path / "new").mkdir()
     settle(every := ModelRepository(tmp_path, load=loader))
+    assert not every.is_ready()  # there is nothing else
+    publish(tmp_path, 1)
+    settle(every)
     assert every.is_ready()
     assert not every.is_ready("new")
     assert f"model new: {tmp_path / 'new'} has no version yet" in caplog.messages
-    named = ModelRepository(tmp_path, load=loader, models=["m", "new"])
-    settle(named)
+    caplog.clear()
+    settle(one := ModelRepository(tmp_path, load=loader, models=["m"]))
+    assert one.is_ready()
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    settle(named := ModelRepository(tmp_path, load=loader, models=["m", "new"]))
     assert not named.is_ready()
-    for each in (every, named):
+    for each in (every, one, named):
         assert each.close(PATIENCE_S)
 
 
