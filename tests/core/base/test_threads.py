@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import struct
 import subprocess
 import sys
 import threading
@@ -12,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from persia._core.base.threads import ThreadPool
+from persia._core.base.threads import ThreadPool, prefer_thread
 from persia.errors import ConfigError
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -135,3 +138,35 @@ def test_a_failure_is_raised_when_all_parts_have_ended(failing: int) -> None:
     ):
         threads.run(call, [0, 1])
     assert ended == [1 - failing]
+
+
+def slice_ns() -> int:
+    """Return the nanoseconds that the scheduler gives this thread at a time."""
+    numbers = {"x86_64": 315, "aarch64": 275}  # of sched_getattr
+    if platform.machine() not in numbers:
+        pytest.skip("the number of a system call is not known here")
+    found = ctypes.create_string_buffer(56)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    assert call(numbers[platform.machine()], 0, found, len(found), 0) == 0, ctypes.get_errno()
+    return int(struct.unpack_from("Q", found, 24)[0])
+
+
+@on_linux
+def test_a_preferred_thread_gives_its_slice_to_those_that_it_starts() -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        found.append(slice_ns())
+        prefer_thread()
+        found.append(slice_ns())
+        child = threading.Thread(target=lambda: found.append(slice_ns()))
+        child.start()
+        child.join(PATIENCE_S)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(PATIENCE_S)
+    before, after, child = found
+    if not before:
+        pytest.skip("a kernel before 6.12 has one slice for all threads")
+    assert after == child < before == slice_ns()
