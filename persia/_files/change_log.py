@@ -38,6 +38,7 @@ from persia._files.parts import (
     parts_for,
     read_ahead,
     read_deleted,
+    split,
 )
 from persia._files.rows import rows_of
 from persia._files.storage import BufferPool, Storage
@@ -415,7 +416,9 @@ def read_packet(
         signs = check_part(storage, part, memory) if held is None else held[place][1].signs
         view.check_writer(part.path, signs)
         window.add(part, signs)
+        storage.on_progress()
     window.close()
+    storage.on_progress()
     deleted = view.deleted(manifest, np.concatenate([np.empty(0, np.uint64), *gone]))
     if len(deleted):
         yield Deletion(deleted)
@@ -502,13 +505,14 @@ class _View:
     def rows(self, part: Part, block: RowBlock) -> Iterator[Rows]:
         """Yield rows of the reader, as they are here."""
         replica, count = self.owned or (0, 1)
-        here: Iterator[tuple[str, RowBlock]] = iter([(part.table, block)])
-        if self.mapping is not None:
-            here = self.mapping.apply(part.table, block)
-        for table, rows in here:
-            mine = filter_owned(rows, replica, count)
-            if len(mine):
-                yield Rows(table, mine.signs, _floats(mine))
+        for piece in split(block):
+            here: Iterator[tuple[str, RowBlock]] = iter([(part.table, piece)])
+            if self.mapping is not None:
+                here = self.mapping.apply(part.table, piece)
+            for table, rows in here:
+                mine = filter_owned(rows, replica, count)
+                if len(mine):
+                    yield Rows(table, mine.signs, _floats(mine))
 
 
 def _floats(block: RowBlock) -> NDArray[np.float32]:

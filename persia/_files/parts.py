@@ -38,6 +38,8 @@ _Kind = tuple[str, tuple[int, ...]]  # of an array, as its file has it: dtype an
 OPTIONAL = {"uses", "ages"}
 # Parts that are read at the same time: while one waits for the disk, another is checked.
 _AHEAD = 2
+# Rows that are worked on at a time.
+_PIECE_ROWS = 16_384
 # Of signs of deleted rows in one file.
 _DELETED_PER_FILE = 8 << 20
 
@@ -46,6 +48,13 @@ def take(block: RowBlock, rows: NDArray[Any]) -> RowBlock:
     """Return some rows of a block, by their places or by a mask, copied."""
     places = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
     return RowBlock(block.policy, block.dtype, *(np.take(a, places, 0) for a in block.arrays))
+
+
+def split(block: RowBlock) -> Iterator[RowBlock]:
+    """Yield a block in pieces, so that work on one of them is soon done, and in the cache."""
+    for start in range(0, len(block), _PIECE_ROWS):
+        arrays = (one[start : start + _PIECE_ROWS] for one in block.arrays)
+        yield RowBlock(block.policy, block.dtype, *arrays)
 
 
 def filter_owned(block: RowBlock, server: int, num_servers: int) -> RowBlock:
@@ -152,6 +161,7 @@ def _stream(
             checksum.update(piece.data)
             if see is not None:
                 see(offset, piece)
+            storage.on_progress()
     if checksum.hexdigest() != file.xxh3_128:
         raise CheckpointError(
             f"{name}: expected checksum {file.xxh3_128}, got {checksum.hexdigest()}: "

@@ -32,6 +32,7 @@ from persia._files.parts import (
     read_ahead,
     read_deleted,
     read_file,
+    split,
     take,
     write_file,
 )
@@ -89,12 +90,14 @@ def rows_of(
                     block = _within(block, first, end)
                 if place > 0:
                     seen.append(block.signs)
-                block = _without(block, known)
-                if offset:
-                    block = dataclasses.replace(block, orders=block.orders + np.uint64(offset))
-                if len(block):
-                    yield part, block
-            known = np.unique(np.concatenate(seen))
+                for piece in split(block) if len(known) else [block]:
+                    left = _without(piece, known)
+                    if offset:
+                        left = dataclasses.replace(left, orders=left.orders + np.uint64(offset))
+                    if len(left):
+                        yield part, left
+            if place > 0:
+                known = np.sort(np.concatenate(seen))
 
 
 def _offsets(manifests: Sequence[Manifest]) -> list[int]:
@@ -113,11 +116,16 @@ def _within(block: RowBlock, first: int, end: int) -> RowBlock:
 
 
 def _without(block: RowBlock, known: NDArray[np.uint64]) -> RowBlock:
+    """Return rows whose signs are not in ``known``, which is sorted."""
     if not len(known):
         return block
-    places = np.minimum(np.searchsorted(known, block.signs), len(known) - 1)
-    is_known = known[places] == block.signs
-    return take(block, ~is_known) if is_known.any() else block
+    # In order, each search finds in the cache what the one before has read.
+    order = np.argsort(block.signs)
+    signs = block.signs[order]
+    places = np.minimum(np.searchsorted(known, signs), len(known) - 1)
+    is_new = np.empty(len(signs), np.bool_)
+    is_new[order] = known[places] != signs
+    return block if is_new.all() else take(block, is_new)
 
 
 def verify(

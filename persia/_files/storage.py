@@ -99,11 +99,11 @@ class Storage(ABC):
     """One folder of files; any thread may call it."""
 
     url: str  # of the folder, for messages too
-    # Called between pieces of a file that is written, by the thread that writes.
+    # Called between pieces of a file, by the thread that writes or reads it.
     on_progress: Callable[[], object] = staticmethod(bool)
-    # Bytes to read at a time: a piece is hashed while it is in the cache. At least the
-    # largest header of a file.
-    read_bytes: int = 2 << 20
+    # Bytes to read at a time, which have a file's header: a piece is hashed while it is in the
+    # cache, and beside requests the pages that it fills are not too many at once.
+    read_bytes: int = 512 << 10
 
     _errors: type[Exception] = OSError  # of what is below
 

@@ -138,7 +138,7 @@ def layout(
             f"{name}: expected a file of at least {_LENGTH} bytes, got {num_bytes}"
         )
     length = int.from_bytes(first[:_LENGTH].tobytes(), "little")
-    limit = min(MAX_HEADER_BYTES, num_bytes - _LENGTH)
+    limit = min(MAX_HEADER_BYTES, num_bytes - _LENGTH, len(first) - _LENGTH)
     if length > limit:
         raise CheckpointError(
             f"{name}: expected a length of at most {limit} bytes, got {length}"

@@ -9,18 +9,13 @@ The same call again is answered as before, so that a lost reply does no harm. A 
 has one writer, the thread that works, once it runs; a failure is the last thing that happens to
 it: no status is overwritten by an older one.
 
-While no requests come, threads read rows as fast as they can. Beside training all together take
-SHARE of the processors: after a piece of work a thread pauses until that is paid for, in turn
-with the others, as threads that work at once would keep the interpreter's lock from requests.
-The fuller the room for copies of rows that change meanwhile, the shorter the pauses. Pauses,
-not a lower priority: a thread that holds a lock must not be the one that never runs.
+Beside training a dump takes a share of the processors (``persia._files.throttle``). The fuller
+the room for copies of rows that change meanwhile, the shorter its threads' pauses.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,11 +36,12 @@ from persia._files.parts import read_file, take, write_deleted, write_file
 from persia._files.schema import table_name
 from persia._files.storage import Storage
 from persia._files.tensors import Column, decode, encode
+from persia._files.throttle import Throttle
 from persia._rpc.messages import CutInfo, CutRequest, CutStatus, WriteRequest
 from persia._server.row_settings import RowSettings, ServerState
 from persia.errors import CheckpointError, PersiaError
 from persia.logger import get_logger
-from persia.utils import free_memory_bytes, processor_quota, sleep
+from persia.utils import free_memory_bytes
 
 Sketch = tuple[NDArray[np.uint8], NDArray[np.uint64]]
 
@@ -242,7 +238,7 @@ def write_rows(
     note: Callable[[int], None] = lambda num_rows: None,
 ) -> tuple[tuple[Part, ...], tuple[Deleted, ...]]:
     """Write the rows of a snapshot, and unless it is full its deletions, beside training."""
-    storage.on_progress = rest = Throttle(requests).beside(snapshot)
+    storage.on_progress = rest = beside_training(snapshot, requests)
     with PartWriter(storage, prefix, server=replica, begin=rest) as writer:
         for block in snapshot.blocks(BLOCK_ROWS):
             for name, piece in split_by_table(settings, block):
@@ -291,80 +287,28 @@ def split_by_table(settings: RowSettings, block: RowBlock) -> Iterator[tuple[str
 
 # --- beside training -------------------------------------------------------------------------
 
-# Of the processors, for one server. A dump costs training more than that, as rows are copied
-# before they change: with one server on a machine all of it is to be less than a fifth.
-SHARE = 0.07
-# Processors, however many there are: a disk or network is not faster for more.
-MAX_PROCESSORS = 1.0
 # Copies may take this part of what is free; of the rows' memory where that is not known.
 COPY_DIVISOR = 4
 # Seconds between two looks at the memory that is free.
 ROOM_S = 1.0
 # How full that room is when a reader begins to hurry, and when it does not pause any more.
 HURRY = 0.5, 0.75
-# Seconds of one pause, however much is owed: threads of a small container owe much more.
-LONGEST_S = 10.0
-# Seconds between two looks, in a pause, at whether training goes on, or waits.
-LOOK_S = 0.25
-# Seconds that a thread is taken to have worked at its first look: so it takes its turn.
-PIECE_S = 0.005
 
 
-class Throttle:
-    """Limits threads that work beside requests, all of them together."""
+def beside_training(snapshot: Snapshot, requests: Callable[[], int]) -> Callable[[], None]:
+    """Return what the threads that read and write a snapshot call between two pieces."""
+    throttle = Throttle(requests)
+    due = time.monotonic()
 
-    def __init__(self, requests: Callable[[], int], processors: float | None = None) -> None:
-        self._requests = requests
-        if processors is None:
-            usable: float = os.cpu_count() or 1
-            if sys.platform == "linux":
-                usable = min(len(os.sched_getaffinity(0)), processor_quota())
-            processors = min(SHARE * usable, MAX_PROCESSORS)
-        self._processors = processors
-        self._first_seen = requests()
-        self._own = threading.local()
-        self._lock = threading.Lock()  # guards the next
-        self._paid_at = 0.0  # when all work done so far is paid for; monotonic
+    def rest() -> None:
+        nonlocal due
+        now = time.monotonic()
+        if now >= due:  # two threads at once: the same, twice
+            due = now + ROOM_S
+            snapshot.allow(room_for_copies(snapshot))
+        throttle.rest(lambda: urgency_of(snapshot))
 
-    def rest(self, urgency: Callable[[], float] = lambda: 0.0) -> None:
-        """Pause after a piece of work, or before the first, if requests came meanwhile."""
-        seen, now = self._requests(), time.thread_time()
-        before, since = getattr(self._own, "last", (self._first_seen, now - PIECE_S))
-        if seen != before and urgency() < 1.0:
-            left_s = min(self._owed(now - since, urgency()), LONGEST_S)
-            while left_s > 0 and urgency() < 1.0:
-                sleep(min(left_s, LOOK_S))
-                left_s -= LOOK_S
-                seen, before = self._requests(), seen
-                if seen == before:
-                    break
-        self._own.last = seen, time.thread_time()
-
-    def _owed(self, work_s: float, urgency: float = 0.0) -> float:
-        """Return the seconds until this work is paid for, which began when it could.
-
-        The part that is urgent is forgiven, not put off until there is time.
-        """
-        with self._lock:
-            now = time.monotonic()
-            paid_at = max(self._paid_at, now - work_s) + work_s / self._processors
-            owed_s = (paid_at - now) * (1.0 - urgency)
-            self._paid_at = now + owed_s
-            return owed_s
-
-    def beside(self, snapshot: Snapshot) -> Callable[[], None]:
-        """Return what the threads that read and write this snapshot call between two pieces."""
-        due = time.monotonic()
-
-        def rest() -> None:
-            nonlocal due
-            now = time.monotonic()
-            if now >= due:  # two threads at once: the same, twice
-                due = now + ROOM_S
-                snapshot.allow(room_for_copies(snapshot))
-            self.rest(lambda: urgency_of(snapshot))
-
-        return rest
+    return rest
 
 
 def room_for_copies(snapshot: Snapshot) -> int:

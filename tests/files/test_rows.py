@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from persia._files import parts
 from persia._files.catalog import publish
 from persia._files.parts import filter_owned, read_part, write_file
 from persia._files.rows import rewrite, verify
@@ -39,6 +40,29 @@ def test_a_chain_is_rewritten_whole(storage: LocalStorage, base: int, delta: int
     for part in manifest.parts:
         held = read_part(storage, part)
         assert len(filter_owned(held, part.server, delta)) == len(held)
+
+
+def test_rows_of_a_chain_are_the_same_in_pieces(
+    storage: LocalStorage, monkeypatch: Monkey
+) -> None:
+    base = dump(storage, {s: row(s, 1) for s in range(40)}, num_servers=1)
+    delta = dump(storage, {s: row(s, 2) for s in range(7, 50, 3)}, base=base.id, num_servers=1)
+    last = dump(storage, {s: row(s, 3) for s in range(9)}, base=delta.id, num_servers=1)
+    found = []
+    for size in (3, 1000):
+        monkeypatch.setattr(parts, "_PIECE_ROWS", size)
+        blocks = [rows for _, rows in rows_of_chain(storage, [base, delta, last])]
+        if size == 3:
+            assert max(map(len, blocks[1:])) == 3  # of the deltas before the last
+        signs = [sign for rows in blocks for sign in rows.signs.tolist()]
+        assert len(set(signs)) == len(signs) == 44
+        values = {
+            sign: value.tobytes()
+            for rows in blocks
+            for sign, value in zip(rows.signs, rows.values, strict=True)
+        }
+        found.append(sorted((int(sign), value) for sign, value in values.items()))
+    assert found[0] == found[1]
 
 
 def test_counts_do_not_go_to_another_number_of_servers(storage: LocalStorage) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +21,8 @@ from persia._server import snapshot
 from persia._server.row_settings import RowSettings
 from persia._server.snapshot import (
     COPY_DIVISOR,
-    LONGEST_S,
-    LOOK_S,
-    MAX_PROCESSORS,
-    PIECE_S,
     ROOM_S,
-    SHARE,
-    Throttle,
+    beside_training,
     room_for_copies,
     urgency_of,
 )
@@ -140,76 +133,6 @@ def test_w19_two_jobs_do_not_write_into_one_folder(trained: Trained, tmp_path: P
     dump(worker, tmp_path)  # the cut that was begun was ended
 
 
-class Clock:
-    """Time of one processor, which work and pauses move on."""
-
-    def __init__(self, patch: Monkey) -> None:
-        self.now = 100.0
-        self.worked = 0.0
-        self.paused: list[float] = []
-        functions = {"monotonic": lambda: self.now, "thread_time": lambda: self.worked}
-        patch.setattr(snapshot, "time", SimpleNamespace(**functions))
-        patch.setattr(snapshot, "sleep", self.wait)
-
-    def work(self, seconds: float) -> None:
-        self.now += seconds
-        self.worked += seconds
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.paused.append(seconds)
-
-    def pace(self, processors: float, requests: Iterator[int] | None = None) -> Throttle:
-        """Return one beside requests of these numbers; more come all the time if not given."""
-        numbers = requests or itertools.count()
-        made = Throttle(lambda: next(numbers), processors)
-        made.rest()
-        self.paused.clear()
-        return made
-
-
-@pytest.fixture
-def clock(monkeypatch: Monkey) -> Clock:
-    return Clock(monkeypatch)
-
-
-def test_a_part_of_a_processor_is_taken_beside_requests(clock: Clock) -> None:
-    paced = clock.pace(0.25)
-    begin = clock.now
-    for _ in range(10):
-        clock.work(0.01)
-        paced.rest()
-    assert clock.worked == pytest.approx(0.25 * (clock.now - begin))
-    clock.work(0.01)
-    paced.rest(lambda: 1.0)  # others wait for this thread
-    assert len(clock.paused) == 10
-    clock.work(0.01)
-    paced.rest(lambda: 0.5)
-    assert clock.paused[-1] == pytest.approx(clock.paused[0] / 2)
-    for _ in range(20):  # what was urgent is not paid for later
-        clock.work(0.01)
-        paced.rest(lambda: 0.9)
-    clock.work(0.01)
-    paced.rest()
-    assert clock.paused[-1] == pytest.approx(0.03)
-    paced = clock.pace(0.25, itertools.repeat(7))  # no requests come
-    for _ in range(10):
-        clock.work(1.0)
-        paced.rest()
-    assert not clock.paused
-
-
-def test_a_pause_ends_when_training_ends_or_others_begin_to_wait(clock: Clock) -> None:
-    paced = clock.pace(0.25, iter([0, 0, 1, 2, 2, 2]))
-    clock.work(1.0)
-    paced.rest()
-    assert clock.paused == pytest.approx([LOOK_S] * 2)
-    paced = clock.pace(0.25)
-    clock.work(1.0)
-    paced.rest(lambda: float(len(clock.paused) >= 2))
-    assert clock.paused == pytest.approx([LOOK_S] * 2)
-
-
 @pytest.mark.parametrize(
     ("held", "free", "want"),
     [
@@ -230,9 +153,11 @@ def test_a_reader_hurries_before_its_room_is_full() -> None:
     assert found == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
-def test_room_follows_the_memory_that_others_leave(clock: Clock, monkeypatch: Monkey) -> None:
+def test_room_follows_the_memory_that_others_leave(monkeypatch: Monkey) -> None:
     free = 16 << 30
     monkeypatch.setattr(snapshot, "free_memory_bytes", lambda: free)
+    now = 100.0
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=lambda: now))
     allowed: list[int] = []
     cut: Any = SimpleNamespace(copied_bytes=8 << 30, fill=0.0, side_bytes=0)
 
@@ -243,40 +168,11 @@ def test_room_follows_the_memory_that_others_leave(clock: Clock, monkeypatch: Mo
         allowed.append(side_bytes)
 
     cut.allow = allow
-    rest = clock.pace(0.25, itertools.repeat(7)).beside(cut)
+    rest = beside_training(cut, lambda: 7)
     rest()
     cut.fill, free = 0.25, 2 << 30  # another server took its own
     rest()
     assert allowed == [4 << 30]
-    clock.work(ROOM_S)
+    now += ROOM_S
     rest()
     assert allowed == [4 << 30, (1 << 30) + (512 << 20)]
-
-
-def test_little_is_taken_of_a_small_share_and_of_a_large_machine(monkeypatch: Monkey) -> None:
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)
-    for quota, want in ((2.0, 2 * SHARE), (float("inf"), MAX_PROCESSORS)):
-        monkeypatch.setattr(snapshot, "processor_quota", lambda quota=quota: quota)
-        assert Throttle(lambda: 0)._processors == pytest.approx(want)
-
-
-def test_threads_take_turns_and_no_pause_is_long(clock: Clock) -> None:
-    paced = clock.pace(0.5)
-    clock.work(0.1)
-    # Of two threads that work at the same time each pauses for both.
-    assert paced._owed(0.1) == pytest.approx(0.1)
-    assert paced._owed(0.1) == pytest.approx(0.3)
-    clock.work(100.0)
-    paced.rest()
-    assert sum(clock.paused) == pytest.approx(LONGEST_S)
-    assert max(clock.paused) <= LOOK_S
-
-
-def test_a_thread_takes_its_turn_before_its_first_piece(clock: Clock) -> None:
-    paced = clock.pace(0.25)
-    for _ in range(3):  # of threads that begin at once
-        paced._own = threading.local()
-        paced.rest()
-    waited = [PIECE_S / 0.25] * 3
-    assert clock.paused == pytest.approx(waited)
