@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from persia._core.table.row_table import RowTable
 from persia._files.change_log import ChangeLog, Packet
 from persia._files.log_position import LogPosition
+from persia._files.throttle import Throttle
 from persia._rows.row_reader import RowReader
 from persia._rows.row_source import Opened, RowSource, open_checkpoint, open_log
 from persia._rows.storage_calls import StorageCalls
@@ -44,10 +45,18 @@ from persia.logger import get_logger
 
 Signs = NDArray[np.uint64]
 
+# When rows of this process were asked for last, whichever they were: such requests go first.
+_last_view = 0.0
 _logger = get_logger("persia.rows")
 
-# Places of an overlay that are merged at a time: readers wait for none of it.
+# Places of an overlay that are merged between two pauses: readers wait for none of it.
 _MERGE_ROWS = 4096
+# Of one processor, for all threads of this process that read rows beside requests.
+_SHARE = 0.25
+# Packets that wait from which on there is no time to rest.
+_MANY_PACKETS = 8
+# Seconds for which requests are taken to go on: many pieces of work end between two of them.
+_REQUESTS_S = 0.1
 # Seconds for which rows replaced by another checkpoint's stay after they were last asked for.
 KEEP_PREVIOUS_S = 10.0
 # Seconds between two attempts of what failed: the first, and at most.
@@ -66,6 +75,19 @@ _COUNTS = (
     *("applied_packets", "applied_rows", "deleted_rows", "gaps", "resyncs", "loads"),
     *("failed_loads", "failed_polls", "damaged_loads", "kept_rows"),
 )
+
+
+def _requests() -> float:
+    """Return a number that changes while requests come."""
+    now = time.monotonic()
+    return now if now < _last_view + _REQUESTS_S else _last_view
+
+
+_throttle = Throttle(_requests, _SHARE)
+
+
+class _Closed(PersiaError):
+    """Rows are not wanted any more; what is half done is thrown away."""
 
 
 @dataclass(slots=True)
@@ -155,6 +177,7 @@ class _ShownRows:
         # Held by a thread that exchanges or merges rows, never over a call of a storage.
         self._working = threading.RLock()
         self._below: list[_Shown] = []  # what may read the base without the overlay
+        self._is_behind = False  # whether so many packets wait that there is no time to rest
         self._stop = threading.Event()
 
     @property
@@ -179,6 +202,8 @@ class _ShownRows:
         Raises:
             ServiceBusy: No rows are loaded yet.
         """
+        global _last_view
+        _last_view = time.monotonic()
         with self._lock:
             shown = self._shown
             if shown is None:
@@ -224,8 +249,15 @@ class _ShownRows:
             overlay, base = shown.tables
             start = base.merge(overlay, 0, _MERGE_ROWS)
             while start:
+                self._rest()
                 start = base.merge(overlay, start, _MERGE_ROWS)
             self._exchange(shown, (base,))
+
+    def _rest(self) -> None:
+        """Leave the processors to requests, after a piece of work; end it if none is wanted."""
+        if self._stop.is_set():
+            raise _Closed("rows: closed before they were read")
+        _throttle.rest(lambda: float(self._is_behind))
 
     def _exchange(self, before: _Shown, tables: tuple[RowTable, ...]) -> None:
         with self._lock:
@@ -325,7 +357,7 @@ class LiveRows(_ShownRows):
     ) -> None:
         super().__init__(keep_previous_s)
         self._interval_s, self._load_timeout_s = follow_interval_s, load_timeout_s
-        self._reader = RowReader(schema, dtype, owned, kept_groups, num_threads)
+        self._reader = RowReader(schema, dtype, owned, kept_groups, num_threads, self._rest)
         self._source = source  # of what is shown; the lock guards it, and the next
         self._checkpoint = ""  # the newest one that the rows have
         self._based_on = LogPosition()  # its place in the log
@@ -598,7 +630,8 @@ class LiveRows(_ShownRows):
             self._count({"gaps": 1})
             _logger.warning("%s: %s; all rows are to be read again", log.url, reason)
         self._gap = reason
-        for packet in update.packets:
+        for number, packet in enumerate(update.packets, 1):
+            self._is_behind = len(update.packets) - number >= _MANY_PACKETS
             overlay, counts = self._calls.run(log.url, _PACKET_S, self._overlay_of(packet))
             self._count(counts)
             if not self._apply(log, packet, overlay, generation):

@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from persia._core.table.row_table import RowTable
-from persia._files.change_log import Deletion, Packet, read_chain, read_packet
+from persia._files.change_log import Deletion, Packet, Rows, read_chain, read_packet
 from persia._rows.row_source import Opened, SchemaMatch
 from persia.config import EmbeddingSchema
 from persia.errors import ConfigError
 
 Signs = NDArray[np.uint64]
+# Bytes of rows that are written to a table between two pauses: half a millisecond of work.
+_PIECE_BYTES = 128 << 10
 # Rows of kept groups that are copied at a time.
 _BLOCK_ROWS = 65_536
 
@@ -28,6 +30,7 @@ class RowReader:
         owned: (replica, count): only rows of that one of ``count`` servers; None is all.
         kept_groups: Feature groups whose rows stay though training has dropped them.
         num_threads: Threads that large lookups of whole tables share.
+        rest: Called between two pieces of work, by any thread; may pause.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class RowReader:
         owned: tuple[int, int] | None,
         kept_groups: Collection[str],
         num_threads: int,
+        rest: Callable[[], object] = bool,
     ) -> None:
+        self._rest = rest
         self._schema, self._dtype, self._owned = schema, dtype, owned
         self._num_threads = num_threads
         self._match = SchemaMatch(schema)
@@ -53,8 +58,9 @@ class RowReader:
         table.reserve(rows // (1 if self._owned is None else self._owned[1]) * 17 // 16)
         for chain in opened.chains:
             mapping = self._match.mapping(chain.manifests[-1].schema)
+            chain.storage.on_progress = self._rest
             for block in read_chain(chain, self._owned, mapping):
-                table.write(_number(block.table), block.signs, block.values)
+                self._write(table, block)
                 check()
         return table
 
@@ -69,6 +75,7 @@ class RowReader:
         """Apply a packet to a table, part by part; returns what is counted of it."""
         mapping = self._match.mapping(packet.manifest.schema)
         counts: Counter[str] = Counter(applied_packets=1)
+        packet.storage.on_progress = self._rest
         for item in read_packet(packet, self._owned, mapping):
             if isinstance(item, Deletion):
                 signs = item.signs[~self._is_kept(item.signs)]
@@ -76,7 +83,7 @@ class RowReader:
                 (table.mark_deleted if is_overlay else table.delete)(signs)
             else:
                 counts["applied_rows"] += len(item.signs)
-                table.write(_number(item.table), item.signs, item.values)
+                self._write(table, item)
         return counts
 
     def keep_rows(self, table: RowTable, before: Sequence[RowTable]) -> int:
@@ -97,6 +104,13 @@ class RowReader:
                         table.write(number, signs[lacking], rows[lacking])
                         count += len(lacking)
         return count
+
+    def _write(self, table: RowTable, rows: Rows) -> None:
+        number, size = _number(rows.table), max(1, _PIECE_BYTES // rows.values[:1].nbytes)
+        for start in range(0, len(rows.signs), size):
+            piece = slice(start, start + size)
+            table.write(number, rows.signs[piece], rows.values[piece])
+            self._rest()
 
     def _new_table(self, num_threads: int) -> RowTable:
         dims = [one.dim for one in self._schema.tables]

@@ -84,6 +84,43 @@ def test_rows_of_a_checkpoint_are_those_of_training(tmp_path: Path, count: int) 
     assert found == trained_rows(servers)
 
 
+def test_work_rests_between_pieces_beside_requests(tmp_path: Path, monkeypatch: Monkey) -> None:
+    servers = make_servers(1, optimizer=ADAGRAD)
+    worker = make_worker(servers)
+    train(worker, 0, 3)
+    dump(worker, tmp_path)
+    monkeypatch.setattr(row_reader, "_PIECE_BYTES", 256)
+    rests: list[float] = []
+    throttle = SimpleNamespace(rest=lambda urgency: rests.append(urgency()))
+    monkeypatch.setattr(live_rows, "_throttle", throttle)
+    rows = rows_of(RowSource(checkpoint=str(tmp_path)))
+    assert served_rows(rows) == trained_rows(servers)
+    longest = 4 * max(table.dim for table in SCHEMA.tables)
+    assert len(rests) > len(rows) * longest // 256 // 2
+    assert not any(rests)
+    rows.close()
+    train(worker, 3, 1)
+    dump(worker, tmp_path)
+    with pytest.raises(PersiaError, match="closed before"):
+        rows.load(PATIENCE_S)
+
+
+def test_requests_go_on_for_a_while_after_the_last(monkeypatch: Monkey) -> None:
+    now = 1000.0
+    monkeypatch.setattr(live_rows, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(live_rows, "_last_view", 0.0)
+    silent = live_rows._requests()
+    assert live_rows._requests() == silent
+    rows = LiveRows(RowSource(checkpoint="x"), SCHEMA)
+    with pytest.raises(ServiceBusy), rows.view():
+        pass
+    seen = live_rows._requests()
+    now += 0.05
+    assert silent != seen != live_rows._requests()
+    now += 10
+    assert live_rows._requests() == live_rows._requests()
+
+
 def test_no_row_is_answered_before_all_are_there(tmp_path: Path) -> None:
     rows = LiveRows(RowSource(checkpoint=str(tmp_path)), SCHEMA)
     assert not rows.is_ready
