@@ -6,6 +6,7 @@ all that it has, files and processes included, so that only names which are list
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -75,6 +76,8 @@ _TARGET = re.compile(
 # finds an attribute by a name that is not there to be seen.
 _FILE_OPERATORS = re.compile(r"\b(from_file|save|load_tensor|getattr|hasattr)\b")
 _MAX_SCRIPT_BYTES = 64 << 20
+# JSON that is not checked again: how many files are kept, and up to which size.
+_NUM_KEPT, _MAX_KEPT_BYTES = 16, 1 << 20
 
 
 def check_archive(data: bytes, place: str) -> None:
@@ -94,7 +97,11 @@ def check_archive(data: bytes, place: str) -> None:
                     f"{place}: {one.filename!a}: no program has such a member"
                 )
             if one.filename.endswith(".json"):
-                _check_json(archive.read(one), f"{place}: {one.filename}")
+                content = archive.read(one)
+                try:
+                    (_check_json if len(content) > _MAX_KEPT_BYTES else _check_once)(content)
+                except CheckpointError as exc:
+                    raise CheckpointError(f"{place}: {one.filename}: {exc}") from exc
             elif one.filename.endswith(".pt") and one.file_size:
                 torch.load(io.BytesIO(archive.read(one)), map_location="cpu", weights_only=True)
     except CheckpointError:
@@ -105,9 +112,9 @@ def check_archive(data: bytes, place: str) -> None:
         ) from exc
 
 
-def _check_json(data: bytes, place: str) -> None:
+def _check_json(data: bytes) -> None:
     if len(data) > MAX_JSON_BYTES * 16:
-        raise CheckpointError(f"{place}: expected at most {MAX_JSON_BYTES * 16} bytes")
+        raise CheckpointError(f"expected at most {MAX_JSON_BYTES * 16} bytes")
     todo: list[Any] = [json.loads(data)]
     while todo:
         one = todo.pop()
@@ -115,29 +122,33 @@ def _check_json(data: bytes, place: str) -> None:
             todo += one
         elif isinstance(one, dict):
             if one.get("use_pickle"):
-                raise CheckpointError(f"{place}: expected plain tensors, got a pickle")
+                raise CheckpointError("expected plain tensors, got a pickle")
             if one.get("guards_code"):
-                raise CheckpointError(f"{place}: expected no code")
+                raise CheckpointError("expected no code")
             if isinstance(one.get("expr_str"), str):
-                _check_expression(one["expr_str"], place)
+                _check_expression(one["expr_str"])
             for key in ("target", "as_operator"):
-                _check_target(one.get(key), place)
+                _check_target(one.get(key))
             todo += one.values()
 
 
-def _check_expression(text: str, place: str) -> None:
+# Versions of a training have one graph, which takes milliseconds of the interpreter to check.
+_check_once = functools.lru_cache(_NUM_KEPT)(_check_json)
+
+
+def _check_expression(text: str) -> None:
     called = re.findall(r"([A-Za-z_]\w*)\s*\(", text)
     is_plain = _EXPRESSION.fullmatch(text) and "__" not in text
     if not is_plain or re.search(r"[A-Za-z_)]\s*\.", text) or set(called) - _FUNCTIONS:
-        raise CheckpointError(f"{place}: expected a size, got the expression {text!a:.200}")
+        raise CheckpointError(f"expected a size, got the expression {text!a:.200}")
 
 
-def _check_target(name: object, place: str) -> None:
+def _check_target(name: object) -> None:
     """Refuse to call what is no operator; other targets are names in the program itself."""
     if not isinstance(name, str) or not name.startswith(("torch", "_operator", "math", "#")):
         return
     if not _TARGET.fullmatch(name) or _FILE_OPERATORS.search(name):
-        raise CheckpointError(f"{place}: expected an operator on tensors, got {name!a:.200}")
+        raise CheckpointError(f"expected an operator on tensors, got {name!a:.200}")
 
 
 def check_script(data: bytes, place: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from persia._core.base.threads import prefer_thread
 from persia._serving.request import DecodedRequest, InferOutcome
 from persia.errors import InternalError, ServiceBusy, ServiceTimeout, ServiceUnavailable
 
@@ -256,6 +257,7 @@ class ModelThreads:
         return job
 
     def _run(self) -> None:
+        prefer_thread()
         while True:
             with self._changed:
                 while not self._waiting:

@@ -58,6 +58,10 @@ _Checksum = Annotated[str, Expect("32 hexadecimal digits", pattern="^[0-9a-f]{32
 _Name = Annotated[
     str, Expect("letters, digits and ._-, 100 at most", pattern=f"^{NAME.pattern}$")
 ]
+# Versions of a training have one embedding config, which takes long to read as YAML: how many
+# are kept, and up to which size.
+_NUM_KEPT, _MAX_KEPT_BYTES = 16, 1 << 20
+_schemas: dict[bytes, EmbeddingSchema] = {}
 _Dim = Annotated[int, integer(-1, 1 << 31)]
 Missing = Literal["zeros", "initial", "mean"]
 OnDelete = Literal["drop", "keep"]
@@ -236,11 +240,18 @@ class Bundle:
 
     def schema(self) -> EmbeddingSchema:
         """Return the embedding config, verified."""
-        self.read(SCHEMA)
-        try:
-            return EmbeddingSchema.load(self.folder / SCHEMA)
-        except ConfigError as exc:
-            raise CheckpointError(f"{self.folder / SCHEMA}: {exc}") from exc
+        data = self.read(SCHEMA)
+        found = _schemas.get(data)
+        if found is None:
+            try:
+                found = EmbeddingSchema.load(self.folder / SCHEMA)
+            except ConfigError as exc:
+                raise CheckpointError(f"{self.folder / SCHEMA}: {exc}") from exc
+            if len(_schemas) >= _NUM_KEPT:
+                _schemas.clear()
+            if len(data) <= _MAX_KEPT_BYTES:
+                _schemas[data] = found
+        return found
 
     def check_places(self, allowed: Sequence[str]) -> None:
         """Refuse rows and a change log that are neither in this folder nor below those."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from persia._core.base.threads import prefer_thread
 from persia._serving.access import AccessPolicy, check_listening
 from persia._serving.oip.grpc_service import (
     EXTRA_BYTES,
@@ -217,6 +218,7 @@ class ModelServer:
 
     def run(self, *, handles_signals: bool = False) -> bool:
         """Serve; returns whether everything in flight was answered."""
+        prefer_thread()
         try:
             import uvloop
         except ImportError:  # there is none for Windows
