@@ -253,7 +253,8 @@ def _named(
     if names is None:
         return outputs
     if isinstance(names, str) or len(names) != len(outputs) or len(set(names)) < len(names):
-        raise ConfigError(f"outputs: expected {len(outputs)} names, got {names!r:.200}")
+        what = "1 name" if len(outputs) == 1 else f"{len(outputs)} different names"
+        raise ConfigError(f"outputs: expected a list of {what}, got {names!r:.200}")
     return tuple(replace(one, name=name) for one, name in zip(outputs, names, strict=True))
 
 
@@ -261,8 +262,8 @@ def sample_of(batch: PersiaTrainingBatch | None) -> PersiaTrainingBatch:
     """Return the batch that a model is traced with."""
     if batch is None or not len(batch.embedding_tensors):
         raise DataError(
-            "export: expected inputs=, a PersiaBatch like those that will be scored, as this "
-            "context has prepared no batch yet"
+            "export: expected inputs=, a PersiaBatch like those that will be scored: this "
+            "context has no batch, before the first is prepared and after its `with` block"
         )
     return batch
 

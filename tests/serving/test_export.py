@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from persia._serving.export import DenseCut, ExportOptions, model_folder, trace_apart
+from persia._serving.bundle import ServedTensor
+from persia._serving.export import (
+    DenseCut,
+    ExportOptions,
+    _named,
+    model_folder,
+    sample_of,
+    trace_apart,
+)
 from persia._serving.program import Layout
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
 from tests.serving.test_program import LAYOUT, SAMPLES, Linear
 
 
@@ -39,3 +47,21 @@ def test_the_folder_is_a_models(tmp_path: Path) -> None:
     assert model_folder(tmp_path / "clicks").name == "clicks"
     with pytest.raises(ConfigError):
         model_folder("s3://bucket/clicks")
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "text"),
+    [
+        (1, ("a", "b"), "a list of 1 name,"),
+        (2, "ab", "2 different"),
+        (2, ("a", "a"), "'a', 'a'"),
+    ],
+)
+def test_names_of_outputs_that_do_not_fit(count: int, names: tuple[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=f"outputs: expected .*{text}"):
+        _named((ServedTensor("output", "float32", ()),) * count, names)
+
+
+def test_a_context_without_a_batch_is_told_to_give_one() -> None:
+    with pytest.raises(DataError, match="inputs=, a PersiaBatch"):
+        sample_of(None)

@@ -236,6 +236,8 @@ class RestFrontend:
                 Route(place, self._metadata),
                 Route(f"{place}/ready", self._model_ready),
                 Route(f"{place}/stats", self._statistics),
+                # POST does not come here; the router refuses other methods.
+                Route(f"{place}/infer", self, methods=["POST"]),
             ]
         found += [
             Route("/v2/repository/index", self._index, methods=["POST"]),

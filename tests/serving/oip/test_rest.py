@@ -158,6 +158,14 @@ def test_bad_requests(url: str, path: str, body: Any, status: int, text: str) ->
     assert "\n" not in answer.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["echo/infer", "echo/versions/1/infer"])
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_another_method_is_refused(url: str, path: str, method: str) -> None:
+    answer = httpx.request(method, f"{url}/v2/models/{path}")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"] == "Method Not Allowed"
+
+
 def test_bad_lengths(url: str) -> None:
     header = json.dumps(bad(parameters={"binary_data_size": 16})).replace('"data"', '"no"')
     for length, extra, text in (
