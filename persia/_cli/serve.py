@@ -284,6 +284,7 @@ def _run_one(options: ServeOptions, settings: ListenSettings) -> int:
         allow_schema_change=values["allow_schema_change"],
         recorder=recorder,
     )
+    _check_ports(settings)
     with models:
         record = recorder.record if recorder else None
         service = InferenceService(models, options.service(), record=record)
@@ -295,6 +296,15 @@ def _run_one(options: ServeOptions, settings: ListenSettings) -> int:
             service.close(_CLOSE_S)
             endpoint.close()
     return 0 if is_whole else 1
+
+
+def _check_ports(settings: ListenSettings) -> None:
+    """Refuse a port that is taken before rows are read, which may take minutes."""
+    from persia._serving.server import open_listener
+
+    for port in (settings.http_port, settings.grpc_port, settings.torchserve_port):
+        if port:
+            open_listener(settings.host, port, shares=settings.shares_ports).close()
 
 
 def _loader(values: Mapping[str, Any]) -> Callable[[Path], Servable]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import httpx
@@ -23,6 +25,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from persia._cli.serve import ServeOptions, _loader, run_serve
 from persia._serving import predictor
+from persia._serving.versions import ModelRepository
 from persia.ctx import TrainCtx, eval_ctx
 from persia.errors import ConfigError
 from persia.launcher import cli
@@ -228,3 +231,16 @@ def test_the_folder_of_one_model_is_refused_and_its_repository_named(tmp_path: P
     given = options(tmp_path / "clicks")
     with pytest.raises(ConfigError, match=f"serve {tmp_path} with --model clicks"):
         run_serve(given.repository, worker=None, workers=1, **given.values)
+
+
+@pytest.mark.parametrize("name", ["http_port", "grpc_port", "torchserve_port"])
+def test_a_port_that_is_taken_is_found_before_a_model_is_read(
+    models: Path, name: str, monkeypatch: Monkey
+) -> None:
+    monkeypatch.setattr(ModelRepository, "start", Mock(side_effect=AssertionError("too early")))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        free = {"http_port": 0, "grpc_port": 0, "torchserve_port": 0}
+        given = options(models, **(free | {name: port}))
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
+            run_serve(given.repository, worker=None, workers=1, **given.values)
