@@ -12,6 +12,7 @@ less than before. Requests begin at fixed times whatever becomes of those before
 from __future__ import annotations
 
 import argparse
+import gc
 import http.client
 import json
 import tempfile
@@ -175,6 +176,8 @@ def run(
     memory = [0]
     try:
         server.wait()
+        gc.collect()
+        gc.freeze()  # a collection would keep all clients from asking in time
         clients = Clients(
             lambda: server.http_port, Cuts(folder), rows // 8, CLIENTS, False, rate=rate
         )
