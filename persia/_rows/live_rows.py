@@ -177,7 +177,7 @@ class _ShownRows:
         # Held by a thread that exchanges or merges rows, never over a call of a storage.
         self._working = threading.RLock()
         self._below: list[_Shown] = []  # what may read the base without the overlay
-        self._is_behind = False  # whether so many packets wait that there is no time to rest
+        self._is_behind = False  # packets wait: there is no time to rest
         self._stop = threading.Event()
 
     @property
