@@ -15,8 +15,9 @@ from persia.config import EmbeddingSchema
 from persia.errors import ConfigError
 
 Signs = NDArray[np.uint64]
-# Bytes of rows that are written to a table between two pauses: half a millisecond of work.
-_PIECE_BYTES = 128 << 10
+# Bytes of rows that are written to a table between two pauses, and signs that are deleted: half
+# a millisecond of work.
+_PIECE_BYTES, _PIECE_SIGNS = 128 << 10, 4096
 # Rows of kept groups that are copied at a time.
 _BLOCK_ROWS = 65_536
 
@@ -80,7 +81,10 @@ class RowReader:
             if isinstance(item, Deletion):
                 signs = item.signs[~self._is_kept(item.signs)]
                 counts["deleted_rows"] += len(signs)
-                (table.mark_deleted if is_overlay else table.delete)(signs)
+                for start in range(0, len(signs), _PIECE_SIGNS):
+                    piece = signs[start : start + _PIECE_SIGNS]
+                    (table.mark_deleted if is_overlay else table.delete)(piece)
+                    self._rest()
             else:
                 counts["applied_rows"] += len(item.signs)
                 self._write(table, item)
