@@ -138,7 +138,7 @@ def add_options(command: Any) -> Any:
         ),
     ):
         command = click.option(name, values, multiple=True, help=text)(command)
-    text = "Serve a new version whose inputs differ from the last one's."
+    text = "Serve a new version whose inputs or outputs differ from the last one's."
     command = click.option("--allow-schema-change", is_flag=True, help=text)(command)
     text = "Load dense nets of machine code (format aot): it may do anything."
     command = click.option("--allow-native", is_flag=True, help=text)(command)
@@ -302,9 +302,15 @@ def _check_ports(settings: ListenSettings) -> None:
     """Refuse a port that is taken before rows are read, which may take minutes."""
     from persia._serving.server import open_listener
 
-    for port in (settings.http_port, settings.grpc_port, settings.torchserve_port):
-        if port:
+    for name in ("http_port", "grpc_port", "torchserve_port"):
+        port = getattr(settings, name)
+        if not port:
+            continue
+        try:
             open_listener(settings.host, port, shares=settings.shares_ports).close()
+        except ConfigError as error:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{error}; {option} takes another port, 0 a free one") from error
 
 
 def _loader(values: Mapping[str, Any]) -> Callable[[Path], Servable]:

@@ -289,7 +289,7 @@ def _exported(flat: FlatModel, layout: Layout, batch: Tensors) -> bytes:
             save(program, file)
     except Exception as exc:
         raise ConfigError(
-            f"model: torch.export cannot trace it: {str(exc).strip():.600}{layout.advice}"
+            f"model: torch.export cannot trace it{layout.advice}: {str(exc).strip():.600}"
         ) from exc
     return file.getvalue()
 

@@ -440,22 +440,20 @@ class _Switches:
                 return True
             default.num_users += 1
         try:
-            before, after = _inputs(default.servable), _inputs(servable)
+            before, after = default.servable.metadata(), servable.metadata()
         finally:
             self._unpin(model.name, default)
-        if before == after:
-            return True
-        if self._allow_schema_change:
-            return False
-        differences = [
-            f"{name}: {before.get(name, 'none')} before, {after.get(name, 'none')} now"
-            for name in sorted(before.keys() | after.keys())
-            if before.get(name) != after.get(name)
-        ]
-        raise ConfigError(
-            f"expected the inputs of version {default.number}, got other ones: "
-            f"{'; '.join(differences)}; a change must be allowed"
-        )
+        inputs = _differences(before, after, "inputs")
+        # More outputs may come: no client has asked for them yet.
+        gone = _differences(before, after, "outputs", may_grow=True)
+        if not self._allow_schema_change:
+            for what, found in (("inputs", inputs), ("outputs", gone)):
+                if found:
+                    raise ConfigError(
+                        f"expected the {what} of version {default.number}, got other ones: "
+                        f"{'; '.join(found)}; a change must be allowed"
+                    )
+        return not inputs
 
     def _warm_up(
         self, model: _Model, loading: _Loading, servable: Servable, is_same: bool
@@ -523,10 +521,11 @@ class _Switches:
             self._retire(model, before)
         self._tell("loaded", model.name, live.number)
         self._reconcile(model)
-        if default is not None and model.default is live:
-            self._counts["switches"] += 1
-            self._tell("switched", model.name, live.number)
+        if model.default is live:
             logger.info("model %s: version %d answers now", model.name, live.number)
+            if default is not None:
+                self._counts["switches"] += 1
+                self._tell("switched", model.name, live.number)
 
 
 class ModelRepository(_Switches):
@@ -919,11 +918,19 @@ def _parse_version(version: int | str) -> int:
     return int(text)
 
 
-def _inputs(servable: Servable) -> dict[str, tuple[object, ...]]:
-    """Return the inputs that a version takes, by name: datatype and shape."""
-    return {
-        one["name"]: (one["datatype"], *one["shape"]) for one in servable.metadata()["inputs"]
-    }
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], what: str, *, may_grow: bool = False
+) -> list[str]:
+    """Say which inputs or outputs of two versions differ in datatype or shape."""
+    old, new = (
+        {one["name"]: (one["datatype"], *one["shape"]) for one in of.get(what, ())}
+        for of in (before, after)
+    )
+    return [
+        f"{name}: {old.get(name, 'none')} before, {new.get(name, 'none')} now"
+        for name in sorted(old.keys() if may_grow else old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _is_folder_inside(path: Path, root: Path) -> bool:

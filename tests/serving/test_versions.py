@@ -39,9 +39,14 @@ class FakeModel:
 
     is_batch_independent = True
 
-    def __init__(self, version: int, inputs: list[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self,
+        version: int,
+        inputs: list[dict[str, Any]] | None = None,
+        outputs: list[dict[str, Any]] | None = None,
+    ) -> None:
         self.version = version
-        self.inputs = inputs or [INPUT]
+        self.inputs, self.outputs = inputs or [INPUT], outputs or []
         self.is_closed = False
         self.seen: list[Inputs] = []
         self.fails = False
@@ -57,7 +62,7 @@ class FakeModel:
         return {"version": np.full(len(inputs["x"]), self.version)}
 
     def metadata(self) -> dict[str, Any]:
-        return {"name": "m", "versions": [], "inputs": self.inputs, "outputs": []}
+        return {"name": "m", "versions": [], "inputs": self.inputs, "outputs": self.outputs}
 
     def close(self) -> None:
         if self.is_closed:
@@ -73,6 +78,7 @@ class Loader:
         self.failing: dict[tuple[str, int], Exception] = {}
         self.gates: dict[tuple[str, int], threading.Event] = {}
         self.inputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self.outputs: dict[tuple[str, int], list[dict[str, Any]]] = {}
         self.dumb: set[tuple[str, int]] = set()
         self.made: list[FakeModel] = []
         self.loads: list[tuple[str, int]] = []
@@ -86,7 +92,7 @@ class Loader:
             raise AssertionError("the gate was never opened")
         if key in self.failing:
             raise self.failing[key]
-        model = FakeModel(key[1], self.inputs.get(key))
+        model = FakeModel(key[1], self.inputs.get(key), self.outputs.get(key))
         model.fails = key in self.dumb
         with self.lock:
             self.made.append(model)
@@ -502,6 +508,28 @@ def test_other_inputs_are_refused_unless_allowed(
     assert ("y: none before" in reasons[0]) is not is_allowed
     # Requests of the form before would be wrong ones now.
     assert bool(recorder.requests("m")) is not is_allowed
+    assert repository.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_a_version_that_lacks_an_output_is_refused_unless_allowed(
+    tmp_path: Path, loader: Loader, is_allowed: bool
+) -> None:
+    repository = ModelRepository(tmp_path, load=loader, allow_schema_change=is_allowed)
+    click, more = (
+        {"name": one, "datatype": "FP32", "shape": [-1, 1]} for one in ("click", "b")
+    )
+    loader.outputs |= {("m", 1): [click], ("m", 2): [more, click], ("m", 3): [more]}
+    for version in (1, 2):
+        publish(tmp_path, version)
+        settle(repository)
+        assert answer(repository) == version  # one more is no difference
+    publish(tmp_path, 3)
+    settle(repository)
+    assert answer(repository) == (3 if is_allowed else 2)
+    reasons = [one.reason for one in repository.index() if one.version == 3]
+    assert ("outputs of version 2" in reasons[0]) is not is_allowed
+    assert ("click: ('FP32', -1, 1) before, none now" in reasons[0]) is not is_allowed
     assert repository.close(PATIENCE_S)
 
 
