@@ -203,7 +203,6 @@ class _ShownRows:
             ServiceBusy: No rows are loaded yet.
         """
         global _last_view
-        _last_view = time.monotonic()
         with self._lock:
             shown = self._shown
             if shown is None:
@@ -215,6 +214,7 @@ class _ShownRows:
                     until = time.monotonic() + self._keep_previous_s
                     self._previous = before, until
             shown.num_readers += 1
+        _last_view = time.monotonic()  # not of one that is refused: rows are to come soon then
         try:
             yield RowView(shown)
         finally:

@@ -105,14 +105,20 @@ def test_work_rests_between_pieces_beside_requests(tmp_path: Path, monkeypatch: 
         rows.load(PATIENCE_S)
 
 
-def test_requests_go_on_for_a_while_after_the_last(monkeypatch: Monkey) -> None:
+def test_requests_go_on_for_a_while_after_the_last(tmp_path: Path, monkeypatch: Monkey) -> None:
+    rows = LiveRows(RowSource(checkpoint=str(tmp_path)), SCHEMA)
     now = 1000.0
     monkeypatch.setattr(live_rows, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(live_rows, "_last_view", 0.0)
     silent = live_rows._requests()
-    assert live_rows._requests() == silent
-    rows = LiveRows(RowSource(checkpoint="x"), SCHEMA)
     with pytest.raises(ServiceBusy), rows.view():
+        pass
+    assert live_rows._requests() == silent  # a load that is waited for does not pause
+    worker = make_worker(make_servers(1, optimizer=ADAGRAD))
+    train(worker, 0, 1)
+    dump(worker, tmp_path)
+    rows.load(PATIENCE_S)
+    with rows.view():
         pass
     seen = live_rows._requests()
     now += 0.05
