@@ -93,14 +93,20 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         if not path.is_absolute():
             found += f" in {Path.cwd()}"
         raise FileNotFoundError(f"expected a YAML file at {path}, found {found}")
+    return parse_yaml(path.read_bytes(), str(path))
+
+
+def parse_yaml(data: bytes, path: str) -> Any:
+    """Read one YAML document that is ``path``'s; errors as ``load_yaml``."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return yaml.load(file, Loader=_UniqueKeyLoader)
+        loader = _UniqueKeyLoader(data.decode())
+        loader.name = path  # for its marks
+        return loader.get_single_data()
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        place = f"{path}:{mark.line + 1}" if mark else path
         problem = " ".join(filter(None, (exc.context, exc.problem, exc.note)))
         if r"'\t'" in problem:
             problem += "; indent by spaces"

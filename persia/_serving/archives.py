@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from persia._serving.bundle import MAX_JSON_BYTES
+from persia._serving.bundle import MAX_JSON_BYTES, MAX_KEPT_BYTES, NUM_KEPT
 from persia.errors import CheckpointError
 
 # Members of a program's file; no other is taken, as one may be code.
@@ -76,8 +76,6 @@ _TARGET = re.compile(
 # finds an attribute by a name that is not there to be seen.
 _FILE_OPERATORS = re.compile(r"\b(from_file|save|load_tensor|getattr|hasattr)\b")
 _MAX_SCRIPT_BYTES = 64 << 20
-# JSON that is not checked again: how many files are kept, and up to which size.
-_NUM_KEPT, _MAX_KEPT_BYTES = 16, 1 << 20
 
 
 def check_archive(data: bytes, place: str) -> None:
@@ -99,7 +97,7 @@ def check_archive(data: bytes, place: str) -> None:
             if one.filename.endswith(".json"):
                 content = archive.read(one)
                 try:
-                    (_check_json if len(content) > _MAX_KEPT_BYTES else _check_once)(content)
+                    (_check_json if len(content) > MAX_KEPT_BYTES else _check_kept)(content)
                 except CheckpointError as exc:
                     raise CheckpointError(f"{place}: {one.filename}: {exc}") from exc
             elif one.filename.endswith(".pt") and one.file_size:
@@ -132,8 +130,7 @@ def _check_json(data: bytes) -> None:
             todo += one.values()
 
 
-# Versions of a training have one graph, which takes milliseconds of the interpreter to check.
-_check_once = functools.lru_cache(_NUM_KEPT)(_check_json)
+_check_kept = functools.lru_cache(NUM_KEPT)(_check_json)
 
 
 def _check_expression(text: str) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -36,6 +37,7 @@ from persia._files.storage import write_atomic
 from persia.config import EmbeddingSchema, Slot, schema_fingerprint
 from persia.config.document import Expect, InvalidValue, Listed, Named, integer, show
 from persia.errors import CheckpointError, ConfigError
+from persia.utils import parse_yaml
 from persia.version import __version__
 
 MANIFEST, CURRENT, SCHEMA, ROWS = (
@@ -58,10 +60,9 @@ _Checksum = Annotated[str, Expect("32 hexadecimal digits", pattern="^[0-9a-f]{32
 _Name = Annotated[
     str, Expect("letters, digits and ._-, 100 at most", pattern=f"^{NAME.pattern}$")
 ]
-# Versions of a training have one embedding config, which takes long to read as YAML: how many
-# are kept, and up to which size.
-_NUM_KEPT, _MAX_KEPT_BYTES = 16, 1 << 20
-_schemas: dict[bytes, EmbeddingSchema] = {}
+# Versions of a training have one graph and one embedding config, which take the interpreter
+# milliseconds: what was found of how many is kept, and up to which size.
+NUM_KEPT, MAX_KEPT_BYTES = 16, 1 << 20
 _Dim = Annotated[int, integer(-1, 1 << 31)]
 Missing = Literal["zeros", "initial", "mean"]
 OnDelete = Literal["drop", "keep"]
@@ -241,17 +242,10 @@ class Bundle:
     def schema(self) -> EmbeddingSchema:
         """Return the embedding config, verified."""
         data = self.read(SCHEMA)
-        found = _schemas.get(data)
-        if found is None:
-            try:
-                found = EmbeddingSchema.load(self.folder / SCHEMA)
-            except ConfigError as exc:
-                raise CheckpointError(f"{self.folder / SCHEMA}: {exc}") from exc
-            if len(_schemas) >= _NUM_KEPT:
-                _schemas.clear()
-            if len(data) <= _MAX_KEPT_BYTES:
-                _schemas[data] = found
-        return found
+        try:
+            return (_schema_of if len(data) > MAX_KEPT_BYTES else _kept_schema_of)(data)
+        except ConfigError as exc:
+            raise CheckpointError(f"{self.folder / SCHEMA}: {exc}") from exc
 
     def check_places(self, allowed: Sequence[str]) -> None:
         """Refuse rows and a change log that are neither in this folder nor below those."""
@@ -266,6 +260,16 @@ class Bundle:
         """Where the checkpoint of the rows is."""
         url = self.model.rows.url
         return str(self.folder / ROWS) if url == ROWS else url
+
+
+def _schema_of(data: bytes) -> EmbeddingSchema:
+    content = parse_yaml(data, SCHEMA)
+    if not isinstance(content, Mapping):  # a text would be taken for another file's name
+        raise ConfigError(f"embedding config: expected a mapping, got {show(content)}")
+    return EmbeddingSchema.load(content)
+
+
+_kept_schema_of = functools.lru_cache(NUM_KEPT)(_schema_of)
 
 
 def _checksum(data: bytes) -> str:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import xxhash
 import yaml
 
 from persia._serving.bundle import (
     CURRENT,
     Bundle,
+    ServedFile,
+    _kept_schema_of,
     check_name,
     current_version,
     new_version,
     read_plain,
     schema_document,
     versions,
+)
+from persia._serving.bundle import (
+    SCHEMA as SCHEMA_NAME,
 )
 from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import CheckpointError, ConfigError
@@ -46,6 +53,25 @@ def test_a_config_keeps_what_tells_tables_apart() -> None:
     )
     found = EmbeddingSchema.load(yaml.safe_load(schema_document(schema)))
     assert found == schema
+
+
+def test_the_embedding_config_is_the_files_and_parsed_once(tmp_path: Path) -> None:
+    other = tmp_path / "other.yml"
+    other.write_text(schema_document(EmbeddingSchema.load(SCHEMA)))
+    parsed = _kept_schema_of.cache_info()
+    found = [_config_of(tmp_path / name, other.read_bytes()) for name in ("a", "b")]
+    assert found[0] is found[1]
+    assert _kept_schema_of.cache_info().misses <= parsed.misses + 1
+    for data in (str(other).encode(), b"", b"[1]", b"slots_config: [", b"\xff"):
+        with pytest.raises(CheckpointError, match=r"c/.*\.y.?ml: .*expected"):
+            _config_of(tmp_path / "c", data)
+
+
+def _config_of(folder: Path, data: bytes) -> EmbeddingSchema:
+    folder.mkdir(exist_ok=True)
+    (folder / SCHEMA_NAME).write_bytes(data)
+    file = ServedFile(len(data), xxhash.xxh3_128_hexdigest(data))
+    return Bundle(folder, Mock(files={SCHEMA_NAME: file})).schema()
 
 
 def test_a_version_that_is_not_published_leaves_no_folder(tmp_path: Path) -> None:
