@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from persia._files.tensors import Column, decode, encode
+from persia._files.tensors import Column, HeaderReader, decode, encode
 from persia.errors import CheckpointError
 from tests.support.profiles import tries
 
@@ -108,3 +108,12 @@ def test_w71_hostile_headers_take_no_memory(data: bytes, message: str) -> None:
         read(data)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+
+
+def test_a_header_that_the_first_piece_lacks_is_refused() -> None:
+    data = np.frombuffer(file_of(ARRAYS), np.uint8)
+    glance = HeaderReader("f", len(data), "words")
+    glance.see(0, data[:100])
+    glance.see(100, data[100:])
+    with pytest.raises(CheckpointError, match="header: expected a length of at most 92 bytes"):
+        glance.seen()
