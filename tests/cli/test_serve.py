@@ -34,6 +34,7 @@ from tests.serving.oip.serving_models import rows
 from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT
 from tests.support.waiting import PATIENCE_S, until
+from tests.support.web import ask
 
 LOADER = "--loader=tests.cli.serve_models:load"
 
@@ -77,7 +78,7 @@ def launched(
 
 def test_serves_new_versions_and_ends_well(models: Path) -> None:
     with launched(models, "--poll=0.05") as (process, url, grpc):
-        until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
+        until(lambda: ask("GET", f"{url}/v2/health/ready").status_code == 200)
         with triton.InferenceServerClient(grpc) as client:
             asked = triton.InferInput("x", [3, 4], "FP32").set_data_from_numpy(rows())
             found = client.infer("echo", [asked])
@@ -100,7 +101,7 @@ def test_scores_of_a_bundle_are_those_of_evaluation(tmp_path: Path) -> None:
         want = [scores(ctx, one) for one in asked]
     seen = []
     with launched(tmp_path / "models", loader=None) as (_, url, grpc):
-        until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
+        until(lambda: ask("GET", f"{url}/v2/health/ready").status_code == 200)
         for module, place in ((triton_http, url.partition("//")[2]), (triton, grpc)):
             with module.InferenceServerClient(place) as client:
                 for one in asked:
@@ -123,7 +124,7 @@ def test_scores_of_a_bundle_are_those_of_evaluation(tmp_path: Path) -> None:
                     for name, values in one.items()
                 ]
             }
-            answer = httpx.post(f"{url}/v2/models/clicks/infer", json=body).json()
+            answer = ask("POST", f"{url}/v2/models/clicks/infer", json=body).json()
             data = answer["outputs"][0]["data"]
             seen.append(np.array(data, np.float32).reshape(-1, 1))
     for found, expected in zip(seen, [*want, *want, *want], strict=True):
@@ -144,7 +145,7 @@ def test_several_processes_serve_one_port(models: Path) -> None:
         seen = set()
 
         def ask() -> bool:
-            answer = httpx.post(f"{url}/v2/models/echo/infer", json=body)
+            answer = ask("POST", f"{url}/v2/models/echo/infer", json=body)
             if answer.status_code == 200:
                 seen.add(answer.json()["outputs"][1]["data"][0])
             return len(seen) == 2

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -16,6 +15,7 @@ from tests.docs.test_pages import Block, blocks
 from tests.golden.commands import without_persia
 from tests.support.processes import ROOT, run
 from tests.support.waiting import until
+from tests.support.web import ask
 
 BLOCKS = blocks((ROOT / "docs/serving.md").read_text(encoding="utf-8"))
 
@@ -39,7 +39,7 @@ def test_a_model_is_exported_served_and_asked(
     assert ran.returncode == 0, ran.stderr
     assert block("sh", piece="launcher serve models\n").text == "persia-launcher serve models\n"
     with launched(tmp_path / "models", loader=None) as (_, url, grpc):
-        until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
+        until(lambda: ask("GET", f"{url}/v2/health/ready").status_code == 200)
         places = {"127.0.0.1:8080": url.partition("//")[2], "127.0.0.1:9000": grpc}
 
         def here(text: str) -> str:
@@ -49,13 +49,13 @@ def test_a_model_is_exported_served_and_asked(
 
         body = re.search(r"-d '(.*)'$", block("sh", piece="curl").text.strip(), re.DOTALL)
         assert body is not None
-        answer = httpx.post(f"{url}/v2/models/clicks/infer", content=body[1]).json()
+        answer = ask("POST", f"{url}/v2/models/clicks/infer", content=body[1]).json()
         scores = np.array(answer["outputs"][0]["data"], np.float32).reshape(3, 1)
         names: dict[str, Any] = {"__name__": "page"}
         for file in ("http", "grpc"):
             exec(compile(here(block("py", file).text), file, "exec"), names)
             assert capsys.readouterr().out.endswith(f"{scores}\n")
-        inputs = httpx.get(f"{url}/v2/models/clicks").json()["inputs"]
+        inputs = ask("GET", f"{url}/v2/models/clicks").json()["inputs"]
         assert {one["name"] for one in inputs} == {"user", "item", "seen", "price"}
         # The table's other forms, as JSON.
         changes: tuple[dict[str, Any], ...] = (
@@ -67,7 +67,7 @@ def test_a_model_is_exported_served_and_asked(
             for one in again["inputs"]:
                 if one["name"] in change:
                     one["shape"], one["data"], one["parameters"] = change[one["name"]]
-            other = httpx.post(f"{url}/v2/models/clicks/infer", json=again).json()
+            other = ask("POST", f"{url}/v2/models/clicks/infer", json=again).json()
             assert other["outputs"] == answer["outputs"], change
 
 

@@ -116,7 +116,9 @@ def test_a_stranger_is_refused_everywhere(tokens: dict[str, Any], shown: str) ->
     assert len(methods) >= 13
     with (
         serving(FakeRepository(echo=EchoModel()), **tokens) as running,
-        httpx.Client(base_url=f"http://{running.http}", headers=headers) as client,
+        httpx.Client(
+            base_url=f"http://{running.http}", headers=headers, timeout=PATIENCE_S
+        ) as client,
     ):
         for verb, path in sorted(routes):
             given = path.replace("{model}", "echo").replace("{version}", "1")
@@ -142,7 +144,7 @@ def test_a_stranger_is_refused_everywhere(tokens: dict[str, Any], shown: str) ->
 def test_the_token_of_callers_controls_nothing(tokens: dict[str, Any]) -> None:
     with (
         serving(FakeRepository(echo=EchoModel()), **tokens) as running,
-        httpx.Client(base_url=f"http://{running.http}") as client,
+        httpx.Client(base_url=f"http://{running.http}", timeout=PATIENCE_S) as client,
     ):
         for path in sorted(path for _, path in rest_routes() if "/repository/" in path):
             given = path.replace("{model}", "echo")

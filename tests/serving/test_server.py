@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
+from persia._serving import server as servers
 from persia._serving.server import ListenSettings, WorkerProcesses, open_listener
 from persia.errors import ConfigError
 from tests.serving.oip.serving_models import (
@@ -24,8 +26,10 @@ from tests.serving.oip.serving_models import (
     rows,
     serving,
 )
+from tests.support.fixtures import Monkey
 from tests.support.processes import run
 from tests.support.waiting import until
+from tests.support.web import ask
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,9 @@ def test_tls_of_both_protocols(pair: tuple[Path, Path]) -> None:
     cert, key = pair
     with serving(FakeRepository(echo=EchoModel()), tls_cert=cert, tls_key=key) as running:
         trusted = ssl.create_default_context(cafile=str(cert))
-        assert httpx.get(f"https://{running.http}/v2/health/ready", verify=trusted).is_success
+        assert ask("GET", f"https://{running.http}/v2/health/ready", verify=trusted).is_success
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"http://{running.http}/v2/health/ready")
+            ask("GET", f"http://{running.http}/v2/health/ready")
         with triton.InferenceServerClient(
             running.grpc, ssl=True, root_certificates=str(cert)
         ) as client:
@@ -79,18 +83,21 @@ def test_a_port_in_use(which: str) -> None:
             pass
 
 
-def test_connections_beyond_the_bound_are_answered_503() -> None:
+def test_connections_beyond_the_bound_are_answered_503(monkeypatch: Monkey) -> None:
+    monkeypatch.setattr(servers, "_BEYOND_S", PATIENCE_S)  # until the caller has asked
+    # Else httpx exchanges connections that were idle for 5 s.
+    options: Any = {"timeout": PATIENCE_S, "limits": httpx.Limits(keepalive_expiry=None)}
     with serving(FakeRepository(echo=EchoModel()), max_connections=2) as running:
         place = f"http://{running.http}/v2/health/ready"
-        with httpx.Client() as one, httpx.Client() as two:
+        with httpx.Client(**options) as one, httpx.Client(**options) as two:
             assert one.get(place).status_code == two.get(place).status_code == 200
-            refused = httpx.get(place)
+            refused = ask("GET", place)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert "fewer connections" in refused.json()["error"]
             # Those that are there go on, and their place is free when they end.
             assert one.get(place).status_code == 200
             two.close()
-            until(lambda: httpx.get(place).status_code == 200)
+            until(lambda: ask("GET", place).status_code == 200)
 
 
 def test_connections_of_grpc_are_bounded() -> None:
@@ -137,10 +144,10 @@ def test_nothing_is_written_to_a_connection_that_is_gone(
             assert entered.wait(PATIENCE_S)
             # Gone without a word, with what was asked at once.
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        assert httpx.get(f"http://{running.http}/v2/health/live").is_success
+        assert ask("GET", f"http://{running.http}/v2/health/live").is_success
         go_on.set()
         infer = f"http://{running.http}/v2/models/echo/infer"
-        assert httpx.post(infer, content=body).is_success
+        assert ask("POST", infer, content=body).is_success
         assert running.service.drain(PATIENCE_S)
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
 

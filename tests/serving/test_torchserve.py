@@ -24,6 +24,7 @@ from tests.serving.oip.serving_models import (
     Running,
     serving,
 )
+from tests.support.waiting import until
 
 MESSAGES = make_messages()
 
@@ -140,8 +141,12 @@ def test_requests_are_counted_and_have_deadlines(
 ) -> None:
     fields: dict[str, Any] = {"model_name": "adult_income", "input": {"batch": b"12"}}
     predict(channel, **fields)
-    (found,) = running.service.read_statistics("adult_income")
-    assert found["inference_stats"]["success"]["count"] == 1
+
+    def num_answered() -> int:
+        (found,) = running.service.read_statistics("adult_income")
+        return int(found["inference_stats"]["success"]["count"])
+
+    until(lambda: num_answered() == 1)  # counted a moment after the answer
     go_on = threading.Event()
     repository.held["adult_income"].before = lambda inputs: go_on.wait(PATIENCE_S)
     with pytest.raises(grpc.RpcError) as late:

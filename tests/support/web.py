@@ -7,6 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
+from typing import Any
+
+import httpx
+
+from tests.support.waiting import PATIENCE_S
+
+
+def ask(method: str, url: str, **options: Any) -> httpx.Response:
+    """Ask a server; httpx itself gives up after 5 s, which a busy machine may take."""
+    return httpx.request(method, url, timeout=PATIENCE_S, **options)
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from persia._serving.server import ListeningPorts, ListenSettings, ModelServer
 from persia._serving.service import InferenceService, ServiceSettings
 from persia.errors import DataError, ServiceError, ServiceUnavailable
+from tests.support.waiting import PATIENCE_S
 
 Arrays = Mapping[str, NDArray[Any]]
-PATIENCE_S = 30.0
 
 
 class NoSuchModel(ServiceError, LookupError):
@@ -153,7 +153,7 @@ def serving(
                 "http_port": 0,
                 "grpc_port": 0,
                 "torchserve_port": 0,
-                "drain_s": 10.0,
+                "drain_s": 30.0,
                 **settings,
             }
         ),

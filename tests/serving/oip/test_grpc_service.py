@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.serving.oip.serving_models import (
     rows,
     serving,
 )
+from tests.support.waiting import until
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -54,9 +56,14 @@ def test_tritonclient(address: str) -> None:
         found = client.infer("echo", [echo_input()], request_id="9")
         assert np.array_equal(found.as_numpy("x"), rows())
         assert found.get_response().id == "9"
-        (counts,) = client.get_inference_statistics("echo").model_stats
-        assert counts.inference_stats.success.count == 1
-        assert counts.inference_count == 3
+
+        def statistics() -> Any:
+            (counts,) = client.get_inference_statistics("echo").model_stats
+            return counts
+
+        # An answer is counted a moment after it was given.
+        until(lambda: statistics().inference_stats.success.count == 1)
+        assert statistics().inference_count == 3
 
 
 def ask(address: str, message: Any) -> Any:
@@ -132,20 +139,37 @@ def test_unknown_models_and_late_answers(repository: FakeRepository, address: st
 def test_silent_calls_hold_up_no_other(repository: FakeRepository) -> None:
     settings = ServiceSettings(num_threads=1, max_waiting=1)
     # More calls than are read at the same time.
-    with serving(repository, settings, body_timeout_s=2.0) as running:
-        end = threading.Event()
+    with (
+        serving(repository, settings) as running,
+        silent_calls(running.grpc, 64),
+        triton.InferenceServerClient(running.grpc) as client,
+    ):
+        found = client.infer("echo", [echo_input()], client_timeout=PATIENCE_S)
+        assert np.array_equal(found.as_numpy("x"), rows())
 
-        def silence() -> Iterator[bytes]:
-            end.wait(PATIENCE_S)
-            yield from ()
 
-        with grpc.insecure_channel(running.grpc) as channel:
-            silent = [channel.stream_unary(INFER).future(silence()) for _ in range(64)]
-            with triton.InferenceServerClient(running.grpc) as client:
-                found = client.infer("echo", [echo_input()], client_timeout=PATIENCE_S)
-                assert np.array_equal(found.as_numpy("x"), rows())
-            codes = {one.exception(PATIENCE_S).code() for one in silent}
-            assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+def test_silent_calls_are_given_up(repository: FakeRepository) -> None:
+    with (
+        serving(repository, body_timeout_s=2.0) as running,
+        silent_calls(running.grpc, 64) as silent,
+    ):
+        codes = {one.exception(PATIENCE_S).code() for one in silent}
+        assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@contextlib.contextmanager
+def silent_calls(address: str, count: int) -> Iterator[list[Any]]:
+    """Begin calls that send no message."""
+    end = threading.Event()
+
+    def silence() -> Iterator[bytes]:
+        end.wait(2 * PATIENCE_S)
+        yield from ()
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            yield [channel.stream_unary(INFER).future(silence()) for _ in range(count)]
+        finally:
             end.set()
 
 

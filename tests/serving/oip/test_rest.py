@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gzip
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
 
+from persia._serving.batcher import InferJob
 from persia._serving.oip.tensors import RequestLimits
 from persia._serving.service import ServiceSettings
 from tests.serving.oip.serving_models import (
@@ -24,6 +26,12 @@ from tests.serving.oip.serving_models import (
     rows,
     serving,
 )
+from tests.support.fixtures import Monkey
+from tests.support.waiting import until
+from tests.support.web import ask
+
+if TYPE_CHECKING:
+    import httpx
 
 JSON = {
     "inputs": [
@@ -58,13 +66,18 @@ def test_health_metadata_and_statistics(url: str) -> None:
         assert about["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}]
         asked = triton.InferInput("x", [3, 4], "FP32").set_data_from_numpy(rows())
         client.infer("echo", [asked])
-        (found,) = client.get_inference_statistics("echo")["model_stats"]
-        assert found["inference_count"] == 3
-        assert found["inference_stats"]["success"]["count"] == 1
+
+        def statistics() -> Any:
+            (found,) = client.get_inference_statistics("echo")["model_stats"]
+            return found
+
+        # An answer is counted a moment after it was given.
+        until(lambda: statistics()["inference_stats"]["success"]["count"] == 1)
+        assert statistics()["inference_count"] == 3
 
 
 def test_json_and_binary_give_the_same(url: str) -> None:
-    assert httpx.post(f"{url}/v2/models/echo/infer", json=JSON).json() == {
+    assert ask("POST", f"{url}/v2/models/echo/infer", json=JSON).json() == {
         "model_name": "echo",
         "model_version": "1",
         "outputs": [
@@ -106,7 +119,7 @@ def test_several_inputs_of_any_datatype(url: str) -> None:
 def test_a_parameter_pad_is_an_input(url: str) -> None:
     one = {"name": "a", "shape": [2], "datatype": "INT64", "data": [1, 0]}
     asked = {"inputs": [{**one, "parameters": {"pad": 0}}]}
-    found = httpx.post(f"{url}/v2/models/many/infer", json=asked).json()
+    found = ask("POST", f"{url}/v2/models/many/infer", json=asked).json()
     assert sorted((out["name"], out["data"]) for out in found["outputs"]) == [
         ("a", [1, 0]),
         ("a.pad", [0]),
@@ -114,7 +127,8 @@ def test_a_parameter_pad_is_an_input(url: str) -> None:
 
 
 def test_a_raw_body_for_a_model_of_one_input(url: str) -> None:
-    found = httpx.post(
+    found = ask(
+        "POST",
         f"{url}/v2/models/echo/infer",
         content=rows().tobytes(),
         headers={"Inference-Header-Content-Length": "0"},
@@ -153,7 +167,7 @@ def bad(**changes: Any) -> dict[str, Any]:
 )
 def test_bad_requests(url: str, path: str, body: Any, status: int, text: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx.post(f"{url}/v2/models/{path}/infer", content=content)
+    answer = ask("POST", f"{url}/v2/models/{path}/infer", content=content)
     assert (answer.status_code, text in answer.json()["error"]) == (status, True), answer.text
     assert "\n" not in answer.json()["error"]
 
@@ -161,7 +175,7 @@ def test_bad_requests(url: str, path: str, body: Any, status: int, text: str) ->
 @pytest.mark.parametrize("path", ["echo/infer", "echo/versions/1/infer"])
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_another_method_is_refused(url: str, path: str, method: str) -> None:
-    answer = httpx.request(method, f"{url}/v2/models/{path}")
+    answer = ask(method, f"{url}/v2/models/{path}")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"] == "Method Not Allowed"
 
@@ -174,7 +188,8 @@ def test_bad_lengths(url: str) -> None:
         (str(len(header)), 15, "remaining 15"),
         (str(len(header)), 17, "16 bytes of binary data, got 17"),
     ):
-        answer = httpx.post(
+        answer = ask(
+            "POST",
             f"{url}/v2/models/echo/infer",
             content=header.encode() + bytes(extra),
             headers={"Inference-Header-Content-Length": length},
@@ -189,30 +204,48 @@ def test_a_small_body_does_not_become_a_large_one(repository: FakeRepository) ->
     ) as running:
         url = f"http://{running.http}/v2/models/echo/infer"
         packed = gzip.compress(bytes(1 << 20))
-        answer = httpx.post(url, content=packed, headers={"Content-Encoding": "gzip"})
+        answer = ask("POST", url, content=packed, headers={"Content-Encoding": "gzip"})
         assert (answer.status_code, "at most 65536" in answer.text) == (400, True)
-        assert httpx.post(url, content=bytes(1 << 17)).status_code == 413
-        answer = httpx.post(url, content=iter([bytes(1 << 16), b"x"]))  # of unknown length
+        assert ask("POST", url, content=bytes(1 << 17)).status_code == 413
+        answer = ask("POST", url, content=iter([bytes(1 << 16), b"x"]))  # of unknown length
         assert answer.status_code == 413
 
 
 def test_stalled_bodies_hold_up_no_other(repository: FakeRepository) -> None:
     settings = ServiceSettings(num_threads=1, max_waiting=1)
-    with serving(repository, settings, grpc_port=None, body_timeout_s=1.0) as running:
-        host, _, port = running.http.partition(":")
-        head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
-        stalled = [socket.create_connection((host, int(port)), PATIENCE_S) for _ in range(8)]
-        for number, one in enumerate(stalled):
-            one.sendall(head[:30] if number == 7 else head + b"{" * (number % 2))
+    with serving(repository, settings, grpc_port=None) as running, stalled(running.http):
         for _ in range(3):
-            answer = httpx.post(f"http://{running.http}/v2/models/echo/infer", json=JSON)
+            answer = ask("POST", f"http://{running.http}/v2/models/echo/infer", json=JSON)
             assert answer.status_code == 200
-        for number, one in enumerate(stalled):
+
+
+def test_stalled_bodies_are_given_up(repository: FakeRepository) -> None:
+    with (
+        serving(repository, grpc_port=None, body_timeout_s=0.5) as running,
+        stalled(running.http) as held,
+    ):
+        for number, one in enumerate(held):
             assert one.recv(100)[:13] == (b"" if number == 7 else b"HTTP/1.1 504 ")
-            one.close()
 
 
-def test_a_full_queue_is_429_and_a_deadline_504(repository: FakeRepository) -> None:
+@contextlib.contextmanager
+def stalled(address: str) -> Iterator[list[socket.socket]]:
+    """Send parts of bodies by several connections, and of a head by the last."""
+    host, _, port = address.partition(":")
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        held = [
+            stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+            for _ in range(8)
+        ]
+        for number, one in enumerate(held):
+            one.sendall(head[:30] if number == 7 else head + b"{" * (number % 2))
+        yield held
+
+
+def test_a_full_queue_is_429_and_a_deadline_504(
+    repository: FakeRepository, monkeypatch: Monkey
+) -> None:
     started, go_on = threading.Event(), threading.Event()
 
     def wait(inputs: Any) -> None:
@@ -224,20 +257,42 @@ def test_a_full_queue_is_429_and_a_deadline_504(repository: FakeRepository) -> N
     with serving(repository, settings, grpc_port=None) as running:
         url = f"http://{running.http}/v2/models/echo/infer"
         late = {"X-Request-Timeout-Ms": "50"}
-        first = httpx.post(url, json=JSON, headers=late)
-        assert first.status_code == 504
-        assert started.is_set()
-        second = httpx.post(url, json=JSON, headers=late)  # stays in the queue
+        check = InferJob.check_deadline
+
+        def check_for_the_caller(job: InferJob) -> None:
+            if not threading.current_thread().name.startswith("persia-model"):
+                check(job)
+
+        with monkeypatch.context() as patch:
+            # The first is begun, even if its thread comes to it late.
+            patch.setattr(InferJob, "check_deadline", check_for_the_caller)
+            first = ask("POST", url, json=JSON, headers=late)
+            assert first.status_code == 504
+            assert started.wait(PATIENCE_S)
+        second = ask("POST", url, json=JSON, headers=late)  # stays in the queue
         assert second.status_code == 504
-        third = httpx.post(url, json=JSON)
+        third = ask("POST", url, json=JSON)
         assert third.status_code == 429
         go_on.set()
         running.service.drain(PATIENCE_S)
         assert repository.held["echo"].calls == [1]  # the second was not begun
 
 
-def test_a_stop_finishes_what_is_in_flight(repository: FakeRepository) -> None:
-    started, go_on = threading.Event(), threading.Event()
+def test_a_stop_finishes_what_is_in_flight(
+    repository: FakeRepository, monkeypatch: Monkey
+) -> None:
+    started, go_on, looked = threading.Event(), threading.Event(), threading.Event()
+    sleep = asyncio.sleep
+
+    async def sleep_or_be_looked_at(seconds: float) -> None:
+        """Let the delay end when the test has looked, be that soon or late."""
+        if seconds != delay_s:
+            await sleep(seconds)
+            return
+        while not looked.is_set():
+            await sleep(0.005)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_or_be_looked_at)
 
     def wait(inputs: Any) -> None:
         started.set()
@@ -245,17 +300,18 @@ def test_a_stop_finishes_what_is_in_flight(repository: FakeRepository) -> None:
 
     repository.held["echo"].before = wait
     answers: list[httpx.Response] = []
-    with serving(repository, grpc_port=None, drain_delay_s=1.0) as running:
+    delay_s = 12.5
+    with serving(repository, grpc_port=None, drain_delay_s=delay_s) as running:
         url = f"http://{running.http}/v2"
         asking = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{url}/models/echo/infer", json=JSON))
+            target=lambda: answers.append(ask("POST", f"{url}/models/echo/infer", json=JSON))
         )
         asking.start()
         assert started.wait(PATIENCE_S)
         running.server.stop()
-        while httpx.get(f"{url}/health/ready").status_code == 200:
-            pass
-        assert httpx.get(f"{url}/health/live").json() == {"live": True, "ready": False}
+        until(lambda: ask("GET", f"{url}/health/ready").status_code == 503)
+        assert ask("GET", f"{url}/health/live").json() == {"live": True, "ready": False}
+        looked.set()
         go_on.set()
         assert running.stop()
         asking.join(PATIENCE_S)
@@ -267,7 +323,7 @@ def test_an_error_of_the_model_is_500(repository: FakeRepository, url: str) -> N
         raise RuntimeError("a matrix\nof another shape")
 
     repository.held["echo"].before = fail
-    answer = httpx.post(f"{url}/v2/models/echo/infer", json=JSON)
+    answer = ask("POST", f"{url}/v2/models/echo/infer", json=JSON)
     assert answer.status_code == 500
     assert answer.json() == {"error": "the model failed: RuntimeError: a matrix"}
 
@@ -285,26 +341,26 @@ def test_tokens(repository: FakeRepository, tmp_path: Path) -> None:
     ) as running:
         url = f"http://{running.http}/v2"
         shown = {name: {"Authorization": f"Bearer {name}-0123456789abcdef"} for name in paths}
-        assert httpx.get(f"{url}/health/ready").status_code == 200
-        assert httpx.get(f"{url}/models/echo").status_code == 401
-        assert httpx.post(f"{url}/models/echo/infer", json=JSON).status_code == 401
+        assert ask("GET", f"{url}/health/ready").status_code == 200
+        assert ask("GET", f"{url}/models/echo").status_code == 401
+        assert ask("POST", f"{url}/models/echo/infer", json=JSON).status_code == 401
         index = f"{url}/repository/index"
         for name, status in (("token", 403), ("control", 200)):
             headers = shown[name]
-            answer = httpx.post(f"{url}/models/echo/infer", json=JSON, headers=headers)
+            answer = ask("POST", f"{url}/models/echo/infer", json=JSON, headers=headers)
             assert answer.status_code == 200
-            assert httpx.post(index, headers=headers).status_code == status
+            assert ask("POST", index, headers=headers).status_code == status
         with triton.InferenceServerClient(running.http) as client:
             control = shown["control"]
             client.unload_model("echo", headers=control)
             (line, _) = client.get_model_repository_index(headers=control)
             assert line["state"] == "UNAVAILABLE"
-            answer = httpx.post(f"{url}/models/echo/infer", json=JSON, headers=control)
+            answer = ask("POST", f"{url}/models/echo/infer", json=JSON, headers=control)
             assert answer.status_code == 503
             client.load_model("echo", headers=control)
             assert client.is_model_ready("echo", headers=control)
 
 
 def test_control_is_off_without_its_token(url: str) -> None:
-    answer = httpx.post(f"{url}/v2/repository/index")
+    answer = ask("POST", f"{url}/v2/repository/index")
     assert (answer.status_code, "control" in answer.json()["error"]) == (403, True)
