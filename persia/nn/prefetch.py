@@ -235,7 +235,10 @@ class _Pass:
     def _await(self, item: _Item) -> None:
         """Wait for the rows of a batch, unless its lookup waits for a step to come."""
         with self._lock:
-            is_mine = not item.is_begun and (not item.is_queued or self._limiter.is_exhausted())
+            # Not all permits that are taken: one may be this batch's, whose lookup is about to
+            # begin.
+            awaits_step = self._num_handed_out >= (self._limiter.limit or 0)
+            is_mine = not item.is_begun and (not item.is_queued or awaits_step)
             if is_mine:
                 item.is_begun = True  # the model asks itself
         self._num_handed_out += 1

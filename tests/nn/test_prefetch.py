@@ -19,6 +19,7 @@ from persia._core.ids.joined_features import GivenIds
 from persia._modules import joint, lookups, requests
 from persia._modules.tables import ModuleTable
 from persia._server.restore import CheckpointRestore
+from persia._training.inflight import StalenessLimiter
 from persia.embedding import Constant
 from persia.errors import ConfigError
 from persia.nn import recipes
@@ -111,6 +112,21 @@ def test_lookups_begin_in_the_order_of_batches(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(_Pass, "_read", read_and_wait)
     _, losses = trained("ahead in order", 1)
     assert losses == expected
+
+
+def test_a_lookup_that_has_its_permit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = StalenessLimiter.acquire
+
+    def acquire_and_pause(self: StalenessLimiter, needs_permit: bool) -> int:
+        found = acquire(self, needs_permit)
+        threading.Event().wait(0.01)  # as long as a busy machine gives the thread no processor
+        return found
+
+    _, expected = trained("plain beside pauses", None)
+    monkeypatch.setattr(StalenessLimiter, "acquire", acquire_and_pause)
+    loader, losses = trained("ahead with pauses", 1)
+    assert losses == expected
+    assert loader.num_hits >= 3 * (NUM - 4)
 
 
 def test_deeper_lookups_hit_as_well() -> None:
