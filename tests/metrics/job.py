@@ -81,7 +81,7 @@ with TrainCtx(
 """
 
 
-def fetch(url: str, timeout_s: float = 10.0) -> tuple[int, str]:
+def fetch(url: str, timeout_s: float = 60.0) -> tuple[int, str]:
     """Return status and text of what is at a URL."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
