@@ -380,20 +380,25 @@ def test_servers_keep_a_version_that_is_asked_for(place: Place, monkeypatch: Mon
 
 
 class Late:
-    """Answers each lookup late."""
+    """Answers each lookup late; ``behind`` another, not before that has answered one more."""
 
     def __init__(self, rows: Any, late_s: float) -> None:
         self._rows, self._late_s = rows, late_s
-        self._pause = threading.Event()  # never set
-        self.num_lookups = 0
+        self.is_over = threading.Event()
+        self.behind: Late | None = None
+        self.num_lookups = self.num_answered = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rows, name)
 
     def lookup(self, request: LookupRequest) -> LookupReply:
         self.num_lookups += 1
-        self._pause.wait(self._late_s)
+        self.is_over.wait(self._late_s)
+        if (other := self.behind) is not None:
+            num_before = other.num_answered
+            until(lambda: other.num_answered > num_before or self.is_over.is_set())
         reply: LookupReply = self._rows.lookup(request)
+        self.num_answered += 1
         return reply
 
 
@@ -406,8 +411,12 @@ def late_copies(place: Place, *late_s: float) -> Iterator[tuple[CopiedServer, li
         place.running[address] = serve(place.transport, address, parameter_server(), one)
     server = CopiedServer.connect_copies(place.transport, addresses, timeout_s=PATIENCE_S)
     until(lambda: server.ready_for_serving() and counts_of(server)["copies_used"] == len(rows))
-    yield server, rows
-    server.close()
+    try:
+        yield server, rows
+    finally:
+        for one in rows:
+            one.is_over.set()
+        server.close()
 
 
 def counts_of(server: CopiedServer) -> Any:
@@ -425,6 +434,7 @@ def test_a_slow_copy_is_overtaken_and_asked_less(place: Place) -> None:
     expected = place.rows[0].lookup(request).tables[0].rows
     num_threads, num_each = 4, 50
     with late_copies(place, 0.3, 0.0) as (server, (slow, fast)):
+        slow.behind = fast  # also where the other one gets no processor for a while
 
         def ask(_: int) -> None:
             for _ in range(num_each):
@@ -457,6 +467,7 @@ def test_another_copy_is_asked_after_the_time_of_95_percent(place: Place) -> Non
     with late_copies(place, 0.0, 0.0) as (server, _):
         client: Any = server.client
         (copy, _) = client.copies
+        client._took.clear()  # of the calls until both copies were found
         for number in range(400):
             copy.num_calls += 1
             client.end(copy, (number % 100 + 1) / 1000.0, None)
