@@ -144,7 +144,7 @@ def test_several_processes_serve_one_port(models: Path) -> None:
         body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
         seen = set()
 
-        def ask() -> bool:
+        def has_seen_both() -> bool:
             answer = ask("POST", f"{url}/v2/models/echo/infer", json=body)
             if answer.status_code == 200:
                 seen.add(answer.json()["outputs"][1]["data"][0])
@@ -152,7 +152,7 @@ def test_several_processes_serve_one_port(models: Path) -> None:
 
         def try_to_ask() -> bool:
             with contextlib.suppress(httpx.TransportError):
-                return ask()
+                return has_seen_both()
             return False
 
         until(try_to_ask)

@@ -150,7 +150,7 @@ def train(source: Any, folder: Path, *, stop_after: int | None, resume: bool) ->
         if resume:
             ctx.load_checkpoint(folder)
         # Not in order: a checkpoint knows of each batch whether it was trained.
-        for number, batch in enumerate(DataLoader(source, timeout_ms=30_000), start=1):
+        for number, batch in enumerate(DataLoader(source, timeout_ms=120_000), start=1):
             output, labels = ctx.forward(batch)
             assert labels is not None
             ctx.backward(output.sum())
@@ -194,7 +194,7 @@ def train_epochs(folder: Path, data: Path, stop_at: tuple[int, int] | None) -> l
     with new_ctx(Net(2, num_dense=1, dim=2), embedding_config=SLOTS) as ctx:
         if folder.exists():
             ctx.load_checkpoint(folder)
-        loader = DataLoader(StreamingDataset(4), timeout_ms=30_000)
+        loader = DataLoader(StreamingDataset(4), timeout_ms=120_000)
         for epoch in range(ctx.resume_position.passes, 3):
             if (epoch, 0) == stop_at:
                 ctx.dump_checkpoint(folder)

@@ -16,7 +16,8 @@ from persia._serving.oip.rest import RestFrontend
 from persia._serving.oip.tensors import RequestLimits
 from persia._serving.torchserve import TorchServeFrontend
 from persia.errors import ConfigError, NotAllowed
-from tests.serving.oip.serving_models import PATIENCE_S, EchoModel, FakeRepository, serving
+from tests.serving.oip.serving_models import EchoModel, FakeRepository, serving
+from tests.support.waiting import PATIENCE_S
 
 FIRST, SECOND = "a" * 16, "b" * 16
 

@@ -20,7 +20,6 @@ from persia._serving import server as servers
 from persia._serving.server import ListenSettings, WorkerProcesses, open_listener
 from persia.errors import ConfigError
 from tests.serving.oip.serving_models import (
-    PATIENCE_S,
     EchoModel,
     FakeRepository,
     rows,
@@ -28,7 +27,7 @@ from tests.serving.oip.serving_models import (
 )
 from tests.support.fixtures import Monkey
 from tests.support.processes import run
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 from tests.support.web import ask
 
 

@@ -16,7 +16,8 @@ from persia._serving.batcher import InferJob
 from persia._serving.request import DecodedRequest, InferOutcome
 from persia._serving.service import InferenceService, ServiceSettings
 from persia.errors import DataError, ServiceUnavailable
-from tests.serving.oip.serving_models import PATIENCE_S, EchoModel, FakeRepository
+from tests.serving.oip.serving_models import EchoModel, FakeRepository
+from tests.support.waiting import PATIENCE_S, until
 
 
 class Asked:
@@ -221,6 +222,7 @@ def test_the_only_model_has_every_thread() -> None:
     both = threading.Barrier(2)
     model.before = lambda inputs: both.wait(PATIENCE_S)
     service = InferenceService(FakeRepository(echo=model), ServiceSettings(num_threads=2))
+    until(lambda: service._threads._num_idle == 2)  # one alone would join the requests
     asked = [Asked(service, [[float(n)]]) for n in range(2)]
     assert [one.values() for one in asked] == [[[0.0]], [[1.0]]]
     assert service.close(PATIENCE_S)

@@ -18,13 +18,12 @@ import persia
 from persia._serving.torchserve import PACKAGE, SERVICE, make_messages
 from persia.errors import DataError
 from tests.serving.oip.serving_models import (
-    PATIENCE_S,
     EchoModel,
     FakeRepository,
     Running,
     serving,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 MESSAGES = make_messages()
 

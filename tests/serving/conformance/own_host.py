@@ -13,7 +13,8 @@ from persia._serving.versions import ModelRepository, VersionPolicy
 from persia.errors import DataError
 from tests.serving.conformance.models import MODELS, Arrays, SuiteModel
 from tests.serving.conformance.triton_host import Host
-from tests.serving.oip.serving_models import PATIENCE_S, serving
+from tests.serving.oip.serving_models import serving
+from tests.support.waiting import PATIENCE_S
 
 TOKEN = "control-" * 4
 

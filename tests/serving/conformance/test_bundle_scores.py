@@ -21,7 +21,8 @@ from tests.serving.conformance.triton_host import (
     why_no_triton,
 )
 from tests.serving.models import arrays, batch_of, make_ctx, train
-from tests.serving.oip.serving_models import PATIENCE_S, serving
+from tests.serving.oip.serving_models import serving
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,13 +17,12 @@ from tritonclient.utils import InferenceServerException
 from persia._serving.oip.proto import inference_pb2 as pb
 from persia._serving.service import ServiceSettings
 from tests.serving.oip.serving_models import (
-    PATIENCE_S,
     EchoModel,
     FakeRepository,
     rows,
     serving,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 

@@ -20,14 +20,13 @@ from persia._serving.batcher import InferJob
 from persia._serving.oip.tensors import RequestLimits
 from persia._serving.service import ServiceSettings
 from tests.serving.oip.serving_models import (
-    PATIENCE_S,
     EchoModel,
     FakeRepository,
     rows,
     serving,
 )
 from tests.support.fixtures import Monkey
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 from tests.support.web import ask
 
 if TYPE_CHECKING:
