@@ -408,10 +408,10 @@ def report(lines: Lines, clients: dict[str, Asking]) -> None:
             lines.show(f"{name}: the longest answer", f"{one.longest_s:.2f} s")
 
 
-def run(folder: Path, kills: int, seed: int) -> int:
+def run(folder: Path, kills: int, seed: int, *, judges: bool) -> int:
     """Kill in a folder; returns the status to exit with."""
     rng, began = random.Random(seed), time.monotonic()
-    lines = Lines(f"kills: {kills} by SIGKILL, seed {seed}", judges_times=True)
+    lines = Lines(f"kills: {kills} by SIGKILL, seed {seed}", judges)
     with ExitStack() as stack:
         deployment = Deployment(folder, stack)
         training = deployment.training
@@ -452,7 +452,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="persia-kills-") as name:
-        return run(Path(name), given.kills, given.seed)
+        return run(Path(name), given.kills, given.seed, judges=True)
 
 
 if __name__ == "__main__":
