@@ -35,6 +35,7 @@ SLOTS = {
     "slots_config": {name: {"dim": 4} for name in ("zeros", "initial", "mean")},
 }
 NAMES = ("zeros", "initial", "mean")
+PATIENT: dict[str, Any] = {"timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
 
 
 class Show(torch.nn.Module):
@@ -135,7 +136,7 @@ def test_rows_in_servers_are_of_the_checkpoint_of_the_net(
     with closing(open_rows(folder)) as here:
         old = outputs_of(here)
     with row_servers(folder, tmp_path) as (servers, addresses):
-        settings = RowServers(addresses, cache_ttl_ms)
+        settings = RowServers(addresses, cache_ttl_ms, **PATIENT)
         with closing(open_rows(folder, servers=settings)) as rows:
             assert outputs_of(rows) == outputs_of(rows) == old
             train(worker, 3, 3)
@@ -167,7 +168,9 @@ def test_ids_without_a_row_in_servers_have_their_policy(
     with (
         row_servers(folder, tmp_path) as (_, addresses),
         closing(open_rows(folder, missing)) as here,
-        closing(open_rows(folder, missing, servers=RowServers(addresses, 1e6))) as there,
+        closing(
+            open_rows(folder, missing, servers=RowServers(addresses, 1e6, **PATIENT))
+        ) as there,
     ):
         for offset in (0, 100_000, 0):
             assert outputs_of(there, offset) == outputs_of(here, offset)

@@ -40,6 +40,7 @@ from tests.support.fixtures import Monkey
 from tests.support.services import SCHEMA, features, make_servers, make_worker
 from tests.support.waiting import PATIENCE_S, until
 
+PATIENT: dict[str, Any] = {"timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
 BATCH = {"sum": [[1, 2], [3]], "sqrt": [[4], [5, 6]], "mean": [[7], [8]]}
 
 
@@ -335,7 +336,7 @@ def test_a_copy_that_has_not_the_version_is_passed_over(place: Place) -> None:
     addresses = [f"ipc://{place.folder}/{name}" for name in ("old", "new")]
     for address, one in zip(addresses, (old, new), strict=True):
         place.running[address] = serve(place.transport, address, parameter_server(), one)
-    settings = RowServers([addresses], timeout_s=PATIENCE_S)
+    settings = RowServers([addresses], **PATIENT)
     dims = [table.dim for table in SCHEMA.tables]
     for wanted in ("1", "2"):
 
@@ -373,7 +374,7 @@ def test_servers_keep_a_version_that_is_asked_for(place: Place, monkeypatch: Mon
     address = f"ipc://{place.folder}/idle"
     place.running[address] = serve(place.transport, address, parameter_server(), server)
     dims = [table.dim for table in SCHEMA.tables]
-    rows = RemoteRows(place.transport, RowServers([[address]]), dims, "1")
+    rows = RemoteRows(place.transport, RowServers([[address]], **PATIENT), dims, "1")
     until(lambda: len(server.asked) >= 3)
     rows.close()
     assert set(server.asked) == {("1", 0)}
