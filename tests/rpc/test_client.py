@@ -209,9 +209,7 @@ def test_the_deadline_of_the_environment(ipc_wire: Wire, monkeypatch: Monkey) ->
             env.rpc_timeout_s()
 
 
-def test_another_replica_at_the_address_does_nothing(
-    wire: Wire, monkeypatch: Monkey
-) -> None:
+def test_another_replica_at_the_address_does_nothing(wire: Wire, monkeypatch: Monkey) -> None:
     """Neither what was asked, nor what is done for a restarted server."""
     restarts: list[int] = []
     services = [ToyService(), ToyService(), ToyService()]

@@ -255,9 +255,7 @@ def test_a_worker_that_is_slow_is_waited_for(job: Job, monkeypatch: Monkey) -> N
         assert [one.lookups for one in job.workers] == [1, 1]
 
 
-def test_a_worker_that_starts_leaves_requests_to_others(
-    job: Job, monkeypatch: Monkey
-) -> None:
+def test_a_worker_that_starts_leaves_requests_to_others(job: Job, monkeypatch: Monkey) -> None:
     job.start(0, service=None)
     job.start(1)
     with job.pool() as pool:
