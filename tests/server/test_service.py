@@ -476,8 +476,8 @@ def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)  # the thread that has the GIL keeps it until it lets it go
     try:
-        # Several times: a busy machine may not give this thread a processor in time.
-        assert not all(is_over_before_others_run(number) for number in range(1, 6))
+        # Many times: a busy machine may not give this thread a processor in time.
+        assert not all(is_over_before_others_run(number) for number in range(1, 50))
     finally:
         sys.setswitchinterval(interval)
 
