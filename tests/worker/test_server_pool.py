@@ -423,7 +423,7 @@ def test_rows_of_a_log_have_no_version_to_agree_on() -> None:
 
 
 class Health:
-    """Questions for a server's health are answered in their time, but by those that are gone."""
+    """Questions for health may take long, but those to servers that are gone."""
 
     def __init__(self, monkeypatch: Monkey) -> None:
         self.gone: set[str] = set()  # addresses
