@@ -248,7 +248,7 @@ def test_a_poll_is_answered_within_the_time_of_its_caller(monkeypatch: Monkey) -
     receiver, (stream,) = fed()
     waits: list[float] = []
     news = receiver._streams.order.streams[0].news
-    news.wait_for = lambda _, seconds: waits.append(seconds)  # type: ignore
+    monkeypatch.setattr(news, "wait_for", lambda _, seconds: waits.append(seconds))
     with within(WAIT_S):
         receiver.poll(stream, 0)
     (wait_s,) = waits
