@@ -206,6 +206,7 @@ def test_a_failure_is_always_told(make_feeder: MakeFeeder, monkeypatch: Monkey) 
 
     ranks = [Silent(0, 2), Slow(1, 2)]
     make_feeder(ranks).fail(KeyError("early"))
+    until(lambda: ranks[1].failures)
     assert "KeyError: 'early'" in ranks[1].failures[0]
     held.set()
 

@@ -31,7 +31,7 @@ from persia._rpc.zmq_transport import ZmqTransport
 TRANSPORTS = ("ipc", "tcp")
 
 # Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Wire:

@@ -42,6 +42,6 @@ def test_a_waiter_is_let_go_when_the_server_ends() -> None:
     waiter = threading.Thread(target=state.wait)
     waiter.start()
     state.close()
-    waiter.join(10.0)
+    waiter.join(60.0)
     assert not waiter.is_alive()
     assert state.wait(60.0) is None

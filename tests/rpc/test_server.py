@@ -6,8 +6,10 @@ In each case the server goes on, another client is served meanwhile, and the fau
 from __future__ import annotations
 
 import contextlib
+import math
 import socket as sockets
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +19,12 @@ import numpy as np
 import pytest
 import zmq
 
+from persia._rpc import client as client_module
 from persia._rpc.client import Client
 from persia._rpc.codec import ErrorOrigin, error_from_body
 from persia._rpc.frame import PROTOCOL, Call, Failure, Limits, Part, Reply, decode, encode
 from persia._rpc.messages import TableSigns
+from persia._rpc.server import Server
 from persia.errors import (
     DataTypeError,
     ProtocolError,
@@ -32,6 +36,8 @@ from persia.errors import (
 )
 from tests.rpc.conftest import WAITING
 from tests.rpc.support import BAD, PATIENCE_S, Wire, busy, header, place, tcp_of
+from tests.support.fixtures import Monkey
+from tests.support.waiting import until
 
 ASKED = ErrorOrigin("toy", 0, "here", "add")
 
@@ -234,11 +240,11 @@ def test_parts_beyond_the_limit_cut_the_connection_off(ipc_wire: Wire, tmp_path:
     large = [TableSigns(0, np.zeros(1 << 14, np.uint64))]
     with contextlib.closing(Wire("ipc", tmp_path, limits=Limits(array_bytes=1 << 16))) as wire:
         server, _, other = wire.toy()
-        client = ipc_wire.client(server, timeout_s=1.0)
+        client = ipc_wire.client(server)
         assert (client.call("add", 1), other.call("add", 1)) == (1, 2)
         with pytest.raises((ServiceTimeout, ServiceUnavailable), match=r"no (answer|conn)"):
-            client.call("echo", large)
-        assert client.stats()["lost"] >= 1
+            client.call("echo", large, timeout_s=1.0)
+        until(lambda: client.stats().get("lost"))
         assert other.call("add", 1) == 3
         assert other.stats().get("lost", 0) == 0
         # A client with the same limits refuses to send it.
@@ -273,9 +279,17 @@ def test_a_result_too_large_is_an_error_for_its_caller(tmp_path: Path) -> None:
 
 @WAITING
 def test_a_call_whose_caller_is_gone_is_not_begun(wire: Wire) -> None:
-    with busy(wire, num_threads=1) as (server, _, client), pytest.raises(ServiceTimeout):
-        client.call("add_once", 1, timeout_s=0.4)
+    with busy(wire, num_threads=1) as (server, _, client):
+        with pytest.raises(ServiceTimeout):
+            client.call("add_once", 1, timeout_s=0.4)
+        # There its time begins when it comes.
+        until(lambda: any(now_expired(server)))
     assert server.stats()["expired"] == 1
+
+
+def now_expired(server: Server) -> Iterator[bool]:
+    for calls in list(server._queues.values()):
+        yield all(one.expires_at < time.monotonic() for one in calls)
 
 
 def test_a_repetition_of_what_is_here_is_not_begun(wire: Wire) -> None:
@@ -290,12 +304,16 @@ def test_a_repetition_of_what_is_here_is_not_begun(wire: Wire) -> None:
         assert service.calls == [("hold", 1), ("add", 5)]
 
 
-@WAITING
-def test_bytes_that_wait_are_bounded_but_one_call_is_always_taken(wire: Wire) -> None:
+def test_bytes_that_wait_are_bounded_but_one_call_is_always_taken(
+    wire: Wire, monkeypatch: Monkey
+) -> None:
     big = [TableSigns(0, np.zeros(1000, np.uint64))]
     with busy(wire, num_threads=1, bytes=5000) as (_, service, client):
-        with pytest.raises(ServiceBusy, match="bytes of calls"):
-            client.call("echo", big, timeout_s=0.4)
+        # A refusal is reported at once, whatever the deadline.
+        with monkeypatch.context() as patch:
+            patch.setattr(client_module, "_FIRST_PAUSE_S", math.inf)
+            with pytest.raises(ServiceBusy, match="bytes of calls"):
+                client.call("echo", big)
         service.permits.release()
         assert len(client.call("echo", big)) == 1
 
@@ -318,7 +336,7 @@ def test_stop_finishes_what_is_here_and_refuses_the_rest(wire: Wire) -> None:
     with ThreadPoolExecutor(4) as pool:
         held = [pool.submit(client.call, "hold", n) for n in range(2)]
         service.await_held(len(held))
-        stopped = pool.submit(server.stop)
+        stopped = pool.submit(server.stop, PATIENCE_S)
         is_over = threading.Event()
         adding = pool.submit(add_until, is_over, client)
         while not client.stats().get("busy", 0):

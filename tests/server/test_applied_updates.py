@@ -81,11 +81,11 @@ def test_a_repetition_during_the_first_call_waits_for_its_outcome() -> None:
 
     def apply() -> int:
         started.set()
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         return 7
 
     first = Background(lambda: updates.run((0, 0), apply))
-    assert started.wait(10)
+    assert started.wait(60)
     second = Background(lambda: updates.run((0, 0), apply))
     may_end.set()
     assert (first.result(), second.result()) == ((7, False), (7, True))

@@ -166,7 +166,7 @@ def test_a_lookup_under_way_leaves_no_row_of_the_optimizer_before() -> None:
         """Read between a lookup's settings and its rows."""
         if is_armed.is_set():
             was_read.set()
-            assert may_go_on.wait(10)
+            assert may_go_on.wait(60)
         return 0.0
 
     server = ParameterServer(SCHEMA, ParameterServerConfig(), clock=clock)
@@ -174,7 +174,7 @@ def test_a_lookup_under_way_leaves_no_row_of_the_optimizer_before() -> None:
     server.register_optimizer(ADAGRAD)
     is_armed.set()
     lookup = Background(lambda: look(server, 1))
-    assert was_read.wait(10)
+    assert was_read.wait(60)
     is_armed.clear()
     # The same width, with another meaning.
     server.register_optimizer(OptimizerSettings("sgd", {"lr": 0.1, "momentum": 0.9}))
@@ -468,7 +468,7 @@ def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
             calls[what](number)
 
         running = Background(call)
-        begun.wait(10)
+        begun.wait(60)
         was_over = running.is_done.is_set()
         running.result()
         return was_over
@@ -476,8 +476,8 @@ def test_w47_other_python_threads_run_during_a_request(what: str) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)  # the thread that has the GIL keeps it until it lets it go
     try:
-        # Several times: a busy machine may not give this thread a processor in time.
-        assert not all(is_over_before_others_run(number) for number in range(1, 6))
+        # Many times: a busy machine may not give this thread a processor in time.
+        assert not all(is_over_before_others_run(number) for number in range(1, 50))
     finally:
         sys.setswitchinterval(interval)
 

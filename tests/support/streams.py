@@ -27,7 +27,7 @@ from persia._rpc.messages import (
 from persia.errors import ServiceBusy, ServiceTimeout, ServiceUnavailable, UnknownStream
 
 # Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass

@@ -35,11 +35,11 @@ def clean_process(no_job: None) -> Iterator[None]:
         # Threads of servers in this process end by themselves once the servers are freed.
         gc.collect()  # a tenth of a second, where torch is loaded
     for thread in left:
-        thread.join(10)
+        thread.join(WAIT_S)
     assert [thread for thread in left if thread.is_alive()] == []
 
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 MakeCtx = Callable[..., TrainCtx]
 
 

@@ -6,7 +6,7 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from persia._training import forward
+from persia._training.batch import PersiaTrainingBatch
+from persia._training.forward import ForwardPipeline
 from persia._training.staleness import WINDOW
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
@@ -113,7 +115,24 @@ def test_every_batch_comes_exactly_once(
     assert ctx.stats()["staleness"] == 0
 
 
-def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(ctx: TrainCtx) -> None:
+def wait_when(monkeypatch: Monkey, is_time: Callable[[Any], Any]) -> None:
+    """The time for a batch begins when that is so of a pass."""
+    wait_for_batch = ForwardPipeline._wait_for_batch
+
+    def wait_then(epoch: ForwardPipeline) -> PersiaTrainingBatch:
+        until(lambda: is_time(epoch))
+        return wait_for_batch(epoch)
+
+    monkeypatch.setattr(ForwardPipeline, "_wait_for_batch", wait_then)
+
+
+def has_first_batch(epoch: Any) -> bool:
+    return epoch._has_begun or len(epoch._looked_up) > 0
+
+
+def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(
+    ctx: TrainCtx, monkeypatch: Monkey
+) -> None:
     release = threading.Event()
 
     class Stalls(IterableDataset):
@@ -123,6 +142,7 @@ def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(ctx: TrainCtx) -> N
 
     # The end of the data is none: this would wait for days.
     assert train_all(ctx, DataLoader(Batches(0), timeout_ms=10**9, allow_untrained=True)) == []
+    wait_when(monkeypatch, has_first_batch)
     iterator = iter(DataLoader(Stalls(), timeout_ms=50))
     next(iterator)
     set_when_closing(ctx, release)
@@ -131,7 +151,10 @@ def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(ctx: TrainCtx) -> N
     assert isinstance(caught.value, ServiceTimeout)
 
 
-def test_stall_of_a_lookup_names_the_worker(worker: SpyWorker, ctx: TrainCtx) -> None:
+def test_stall_of_a_lookup_names_the_worker(
+    worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey
+) -> None:
+    wait_when(monkeypatch, lambda epoch: epoch._looking_up)
     hold = threading.Event()
     worker.before_lookup = lambda batch_id: wait(hold)
     iterator = iter(DataLoader(Batches(5), timeout_ms=50, num_workers=2))
@@ -156,7 +179,10 @@ def test_a_log_line_while_it_waits(ctx: TrainCtx, monkeypatch: Monkey, caplog: L
     assert train_all(ctx, DataLoader(generate(), timeout_ms=20_000)) == [0]
 
 
-def test_a_stalled_update_is_a_timeout(worker: SpyWorker, ctx: TrainCtx) -> None:
+def test_a_stalled_update_is_a_timeout(
+    worker: SpyWorker, ctx: TrainCtx, monkeypatch: Monkey
+) -> None:
+    wait_when(monkeypatch, has_first_batch)
     hold = threading.Event()
     worker.before_update = lambda batch_id: wait(hold)
     loader = DataLoader(Batches(5), timeout_ms=50, embedding_staleness=1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
-from persia._rpc.deadlines import caller_deadline, within
+from persia._rpc.deadlines import within
 from persia._rpc.messages import RemoteRef, StreamedBatch, StreamOpening, StreamState
 from persia._training import receiver as receiver_module
 from persia._training.progress import Watermark, to_position
@@ -247,13 +246,13 @@ def test_a_poll_is_answered_within_the_time_of_its_caller(monkeypatch: Monkey) -
     """Or a data-loader with a short PERSIA_RPC_TIMEOUT takes a rank without news for gone."""
     monkeypatch.setattr(receiver_module, "POLL_S", 1000 * WAIT_S)
     receiver, (stream,) = fed()
-
-    def ask() -> bool:
-        with within(0.2):
-            receiver.poll(stream, 0)
-            return caller_deadline.get() > time.monotonic()
-
-    assert Background(ask).result()
+    waits: list[float] = []
+    news = receiver._streams.order.streams[0].news
+    monkeypatch.setattr(news, "wait_for", lambda _, seconds: waits.append(seconds))
+    with within(WAIT_S):
+        receiver.poll(stream, 0)
+    (wait_s,) = waits
+    assert 0 < wait_s <= 0.75 * WAIT_S
 
 
 def test_a_batch_wakes_its_own_loader_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from persia._server.service import ParameterServer
 from persia._worker.service import EmbeddingWorker
 from persia.errors import ServiceUnavailable
 from tests.support.services import SGD, make_servers, make_worker, value
+from tests.support.waiting import PATIENCE_S
 
 WIDE = 2**56  # the first id that does not fit 64 - 8 bits
 
@@ -60,7 +61,7 @@ class Slow(Faulty):
         def call(request: Any) -> Any:
             if self._only_batch in (None, getattr(request, "batch_id", None)):
                 self.started.set()
-                assert self.may_end.wait(10)
+                assert self.may_end.wait(PATIENCE_S)
             return found(request)
 
         return call

@@ -15,6 +15,7 @@ from persia._rpc.messages import BatchGradients, FeatureOrder, IDFeatures, SlotG
 from persia.errors import DataError, DataTypeError, ServiceBusy, ServiceUnavailable, UnknownRef
 from tests.support.services import ADAM, features, gradient, make_servers, make_worker, settings
 from tests.support.streams import Background
+from tests.support.waiting import PATIENCE_S
 from tests.worker.cluster import Slow, embeddings, faulty_cluster
 
 
@@ -138,7 +139,7 @@ def test_an_update_waits_for_the_one_before_of_its_ref(other: int) -> None:
     worker = make_worker([slow])
     result = worker.lookup_direct(features({"sum": [[1]]}))
     first = Background(lambda: worker.update(gradient(result, (0, 0))))
-    assert slow.started.wait(10)
+    assert slow.started.wait(PATIENCE_S)
     second = Background(lambda: worker.update(gradient(result, (0, other))))
     slow.may_end.set()
     assert not first.result().repeated

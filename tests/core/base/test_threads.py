@@ -80,10 +80,10 @@ def test_pools_share_helpers_that_sleep_when_idle_and_end_with_the_last() -> Non
     one, other = ThreadPool(3, name), ThreadPool(3, name)
     until(lambda: states(name) == ["S", "S"])
     met = threading.Barrier(3)
-    one.run(lambda _: met.wait(10), range(3))
+    one.run(lambda _: met.wait(PATIENCE_S), range(3))
     until(lambda: states(name) == ["S", "S"])
     one.close()
-    other.run(lambda _: met.wait(10), range(3))
+    other.run(lambda _: met.wait(PATIENCE_S), range(3))
     other.close()
     until(lambda: not states(name))
 

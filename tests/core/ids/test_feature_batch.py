@@ -352,7 +352,7 @@ def test_threads_that_number_the_same_features_agree() -> None:
             batches = [FeatureBatch.from_single("f", ids) for _ in range(3)]
 
             def ask(caller: int, batches: list[FeatureBatch] = batches) -> None:
-                start.wait(10)
+                start.wait(60)
                 if caller % 2:
                     number_all(batches, threads)
                 for batch in batches:

@@ -17,6 +17,7 @@ from persia.errors import DataError
 from tests.core.stores import ADAGRAD, adagrad_store, new_store, train, u64
 from tests.support.profiles import tries
 from tests.support.streams import Background
+from tests.support.waiting import PATIENCE_S
 
 BITS = 8
 MINE, OTHER = 3 << (64 - BITS), 4 << (64 - BITS)
@@ -101,7 +102,7 @@ def test_rows_that_stay_come_once_while_threads_change_others() -> None:
     store = adagrad_store(num_threads=2)
     stay, go = (np.arange(n * 2000, (n + 1) * 2000, dtype=np.uint64) + MINE for n in range(2))
     train(store, stay, DIM)
-    is_over = threading.Event()
+    has_begun, is_over = threading.Event(), threading.Event()
 
     def churn() -> int:
         rounds = 0
@@ -110,10 +111,12 @@ def test_rows_that_stay_come_once_while_threads_change_others() -> None:
             store.update(stay, None, np.ones((len(stay), DIM), np.float32))
             assert store.delete(go) == len(go)
             rounds += 1
+            has_begun.set()
         return rounds
 
     changing = Background(churn)
     try:
+        assert has_begun.wait(PATIENCE_S)
         for _ in range(20):
             found = signs_of(store, max_rows=300)
             assert len([x for x in found if x < MINE + 2000]) == len(stay)
