@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,6 +23,7 @@ from tests.metrics.job import text_of, training_job
 from tests.support import web
 from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT, loopback_host, run
+from tests.support.waiting import until
 
 HOST = loopback_host()
 SHORT_S, LONG_S = 0.2, 30.0
@@ -119,11 +120,13 @@ def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> 
     ended = threading.Event()
 
     def trickle(server: socket.socket) -> None:
-        connection, _ = server.accept()
-        with connection:
-            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
-            while not ended.wait(SHORT_S / 4):
-                connection.sendall(b"#")
+        server.settimeout(SHORT_S)
+        while not ended.is_set():
+            # Again, if this thread had no processor for so long that the other side gave up.
+            with suppress(TimeoutError, ConnectionError), closing(server.accept()[0]) as one:
+                one.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+                while not ended.wait(SHORT_S / 4):
+                    one.sendall(b"#")
 
     with (
         closing(socket.create_server((HOST, 0))) as silent,
@@ -136,10 +139,15 @@ def test_a_silent_process_is_shown_within_its_deadline_and_holds_up_nobody() -> 
             ports = port, silent.getsockname()[1], slow.getsockname()[1]
             places = [ScrapeTarget(SERVER, i, HOST, where) for i, where in enumerate(ports)]
             scraper = Scraper(places, SHORT_S)
-            scraper.request_all()
-            scraper.wait(3 * SHORT_S)  # the one that trickles never ends
-            found = {one.replica: one for one in scraper.processes()}
-            assert found[0].span is not None
+            found: dict[int, Watched] = {}
+
+            def is_shown() -> bool:
+                scraper.request_all()
+                scraper.wait(3 * SHORT_S)  # the one that trickles never ends
+                found.update((one.replica, one) for one in scraper.processes())
+                return found[0].span is not None and "answer for" in found[2].problem
+
+            until(is_shown, details=lambda: found)
             assert found[1].problem.startswith("no answer")
             assert found[2].problem.startswith("no answer for")
             scraper.request_all()
