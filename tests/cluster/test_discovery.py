@@ -59,8 +59,8 @@ def test_who_is_missing_is_named_within_seconds(
         if line.startswith(missing):
             skip(PATIENCE_S)
 
+    listed = [place.ipc(number) for number in range(3)]
     with pytest.raises(ServiceUnavailable) as raised:
-        listed = (place.ipc(number) for number in range(3))
         place.find(*listed, timeout_s=PATIENCE_S, on_wait=give_up)
     text = str(raised.value)
     ending = f"; waited {PATIENCE_S:g} s"
