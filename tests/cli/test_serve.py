@@ -75,9 +75,14 @@ def launched(
             print("".join(said), rest)
 
 
+def await_ready(url: str) -> None:
+    ready = f"{url}/v2/health/ready"
+    until(lambda: httpx.get(ready, timeout=PATIENCE_S).status_code == 200)
+
+
 def test_serves_new_versions_and_ends_well(models: Path) -> None:
     with launched(models, "--poll=0.05") as (process, url, grpc):
-        until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
+        await_ready(url)
         with triton.InferenceServerClient(grpc) as client:
             asked = triton.InferInput("x", [3, 4], "FP32").set_data_from_numpy(rows())
             found = client.infer("echo", [asked])
@@ -100,7 +105,7 @@ def test_scores_of_a_bundle_are_those_of_evaluation(tmp_path: Path) -> None:
         want = [scores(ctx, one) for one in asked]
     seen = []
     with launched(tmp_path / "models", loader=None) as (_, url, grpc):
-        until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
+        await_ready(url)
         for module, place in ((triton_http, url.partition("//")[2]), (triton, grpc)):
             with module.InferenceServerClient(place) as client:
                 for one in asked:
@@ -123,7 +128,9 @@ def test_scores_of_a_bundle_are_those_of_evaluation(tmp_path: Path) -> None:
                     for name, values in one.items()
                 ]
             }
-            answer = httpx.post(f"{url}/v2/models/clicks/infer", json=body).json()
+            answer = httpx.post(
+                f"{url}/v2/models/clicks/infer", json=body, timeout=PATIENCE_S
+            ).json()
             data = answer["outputs"][0]["data"]
             seen.append(np.array(data, np.float32).reshape(-1, 1))
     for found, expected in zip(seen, [*want, *want, *want], strict=True):

@@ -11,11 +11,11 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.cli.test_serve import launched
+from tests.cli.test_serve import await_ready, launched
 from tests.docs.test_pages import Block, blocks
 from tests.golden.commands import without_persia
 from tests.support.processes import ROOT, run
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S
 
 BLOCKS = blocks((ROOT / "docs/serving.md").read_text(encoding="utf-8"))
 
@@ -39,7 +39,7 @@ def test_a_model_is_exported_served_and_asked(
     assert ran.returncode == 0, ran.stderr
     assert block("sh", piece="launcher serve models\n").text == "persia-launcher serve models\n"
     with launched(tmp_path / "models", loader=None) as (_, url, grpc):
-        until(lambda: httpx.get(f"{url}/v2/health/ready").status_code == 200)
+        await_ready(url)
         places = {"127.0.0.1:8080": url.partition("//")[2], "127.0.0.1:9000": grpc}
 
         def here(text: str) -> str:
@@ -49,13 +49,15 @@ def test_a_model_is_exported_served_and_asked(
 
         body = re.search(r"-d '(.*)'$", block("sh", piece="curl").text.strip(), re.DOTALL)
         assert body is not None
-        answer = httpx.post(f"{url}/v2/models/clicks/infer", content=body[1]).json()
+        answer = httpx.post(
+            f"{url}/v2/models/clicks/infer", content=body[1], timeout=PATIENCE_S
+        ).json()
         scores = np.array(answer["outputs"][0]["data"], np.float32).reshape(3, 1)
         names: dict[str, Any] = {"__name__": "page"}
         for file in ("http", "grpc"):
             exec(compile(here(block("py", file).text), file, "exec"), names)
             assert capsys.readouterr().out.endswith(f"{scores}\n")
-        inputs = httpx.get(f"{url}/v2/models/clicks").json()["inputs"]
+        inputs = httpx.get(f"{url}/v2/models/clicks", timeout=PATIENCE_S).json()["inputs"]
         assert {one["name"] for one in inputs} == {"user", "item", "seen", "price"}
         # The table's other forms, as JSON.
         changes: tuple[dict[str, Any], ...] = (
@@ -67,7 +69,9 @@ def test_a_model_is_exported_served_and_asked(
             for one in again["inputs"]:
                 if one["name"] in change:
                     one["shape"], one["data"], one["parameters"] = change[one["name"]]
-            other = httpx.post(f"{url}/v2/models/clicks/infer", json=again).json()
+            other = httpx.post(
+                f"{url}/v2/models/clicks/infer", json=again, timeout=PATIENCE_S
+            ).json()
             assert other["outputs"] == answer["outputs"], change
 
 
