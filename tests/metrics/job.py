@@ -160,7 +160,7 @@ def standing_job(
         (place / "trainer.py").write_text(TRAINER)
         cluster.start_servers()
         cluster.start_loaders(place / "loader.py", 1, str(place))
-        cluster.start("nn-worker", "nn-worker", str(place / "trainer.py"), str(place))
+        cluster.start_trainer(str(place / "trainer.py"), str(place))
         job = StandingJob(cluster)
         for name, who in (("data-loader-0", "loader"), ("nn-worker", "trainer")):
             job.urls[name] = _read(place / f"{who}-says", cluster)
@@ -222,5 +222,5 @@ def training_job() -> Iterator[Cluster]:
         (cluster.place / "train.py").write_text(ENDLESS_TRAINER)
         cluster.start_servers()
         cluster.start_loaders(cluster.place / "loader.py", 2)
-        cluster.start("nn-worker", "nn-worker", str(cluster.place / "train.py"))
+        cluster.start_trainer(str(cluster.place / "train.py"))
         yield cluster
