@@ -83,6 +83,6 @@ def test_signals_and_failures_come_one_after_the_other() -> None:
         thread = threading.Thread(target=Mock(side_effect=error))
         thread.start()
         thread.join()
-        assert events.get(timeout=10) == Event("signal", signal.SIGTERM)
-        assert events.get(timeout=10) == Event("failure", error=error)
+        assert events.get(timeout=PATIENCE_S) == Event("signal", signal.SIGTERM)
+        assert events.get(timeout=PATIENCE_S) == Event("failure", error=error)
     assert (signal.getsignal(signal.SIGTERM), threading.excepthook) == before

@@ -21,7 +21,7 @@ from persia.serving import Predictor
 from tests.serving.models import arrays, make_ctx, train
 from tests.support.fixtures import Monkey
 from tests.support.processes import Cluster
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, answered, until
 
 SERVER = "embedding-parameter-server"
 NUM_KILLS, NUM_THREADS = 10, 2
@@ -200,4 +200,4 @@ def test_a_bundle_of_another_checkpoint_is_refused(copies: Copies, tmp_path: Pat
         other = tmp_path / "other" / str(ctx.export(tmp_path / "other"))
     copies.await_all()
     with pytest.raises(ServiceBusy, match="expected rows of checkpoint"):
-        Predictor(other, row_servers=copies.settings(timeout_s=1.0))
+        answered(lambda: Predictor(other, row_servers=copies.settings(timeout_s=1.0)))

@@ -162,6 +162,9 @@ def test_a_process_that_stays_away_is_named(
         for name in names.split():
             cluster.kill(name)
 
+    # A busy machine takes seconds to start them.
+    servers = list(cluster.processes)
+    until(lambda: all("serves at" in cluster.log(one) for one in servers), details=cluster.logs)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", rpc_s)  # of the data-loader too
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with pytest.raises(error, match=match), make_ctx() as ctx:

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes import DEADLINE_S, Cluster
 from tests.support.scripts import NET, SEND, slots
+from tests.support.waiting import PATIENCE_S
 
 NUM_BATCHES, BATCH_SIZE = 6, 32
 
@@ -81,7 +82,7 @@ with TrainCtx(
 """
 
 
-def fetch(url: str, timeout_s: float = 10.0) -> tuple[int, str]:
+def fetch(url: str, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
     """Return status and text of what is at a URL."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
