@@ -29,7 +29,7 @@ def _lines_come_soon(monkeypatch: Monkey) -> None:
 
 
 def clock_that_skips(monkeypatch: Monkey) -> Callable[[float], None]:
-    """Let the clock of searches skip so many seconds at each call of what is returned."""
+    """Let the clock of searches skip the seconds given at each call of what is returned."""
     skipped: list[float] = []
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(skipped))
     monkeypatch.setattr(discovery, "time", clock)

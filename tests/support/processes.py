@@ -35,7 +35,7 @@ SERVERS = ("embedding-parameter-server", "embedding-worker")
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
 # Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0
-# The launcher, which tells servers of a job's end however long they have no processor.
+# The launcher; a job's end reaches servers however long they have no processor.
 PATIENT = (
     "-c",
     f"from persia._cli import scripts; scripts._ANNOUNCE_S = {PATIENCE_S}; "
