@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -128,15 +130,22 @@ def test_errors_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_compiler_that_hangs_is_ended_at_the_deadline(
     source: Path, compiler: CountingCompiler, tmp_path: Path
 ) -> None:
-    compiler.hold_next()
-    # Its other end, without which it would wait in the first pipe and not in the second.
-    reader = subprocess.Popen(
-        ["cat", compiler.folder / "held"], stdout=subprocess.PIPE, text=True
-    )
-    with pytest.raises(ExtensionError, match=r"kernel: .*compiler has not ended after 1 s"):
-        compile_shared_library(source, name="kernel", cache=tmp_path / "cache", timeout_s=1.0)
-    pid = int(reader.communicate()[0])
-    assert not Path(f"/proc/{pid}").exists()
+    # The pipe's other end, without which it would wait there and not in the second.
+    held = os.open(compiler.folder / "held", os.O_RDWR | os.O_NONBLOCK)
+    pid = b""
+    # With more time if it was not even running by the deadline.
+    for timeout_s in (1, 10, 60):
+        compiler.hold_next()
+        ended = rf"kernel: .*compiler has not ended after {timeout_s} s"
+        with pytest.raises(ExtensionError, match=ended):
+            compile_shared_library(
+                source, name="kernel", cache=tmp_path / "cache", timeout_s=timeout_s
+            )
+        with contextlib.suppress(BlockingIOError):
+            pid = os.read(held, 100)
+            break
+    os.close(held)
+    assert not Path(f"/proc/{int(pid)}").exists()
     assert compile_shared_library(source, name="kernel", cache=tmp_path / "cache").is_file()
 
 

@@ -27,7 +27,7 @@ from persia._rpc.server import serve
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.config import EmbeddingSchema, GlobalConfig, schema_fingerprint
 from persia.errors import ConfigError, ServiceBusy
-from tests.support.waiting import until
+from tests.support.waiting import answered, until
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 4}}})
 TIMEOUT_S = 20.0
@@ -63,7 +63,7 @@ def test_calls_before_there_is_a_service_are_answered_with_what_is_missing(
     )
     with closing(remote):
         with pytest.raises(ServiceBusy, match="waits: it warms up"):
-            remote.client.call("stats", timeout_s=1.5)
+            answered(lambda: remote.client.call("stats", timeout_s=1.5))
         process.server.service = SimpleNamespace(stats=lambda: {"rows": 3})
         assert remote.client.call("stats") == {"rows": 3}
 

@@ -49,7 +49,7 @@ def run_job(num_servers: int, *phases: str, **options: Any) -> tuple[Results, li
         cluster.start_servers()
         cluster.start_loaders(SCRIPTS / "phases_loader.py", 2, *phases)
         words = (str(SCRIPTS / "phases.py"), str(cluster.place), json.dumps(options), *phases)
-        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", "2", *words)
+        cluster.start_trainer("--nproc-per-node", "2", *words)
         failed = {name for name, status in cluster.wait().items() if status}
         assert failed == ({"data-loader-1"} if "failing" in phases else set()), cluster.logs()
         files = [cluster.place / f"rank-{rank}.json" for rank in range(2)]

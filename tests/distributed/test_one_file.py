@@ -23,7 +23,7 @@ def test_both_ranks_train_and_one_without_a_row_ends_the_job(tmp_path: Path) -> 
     with Cluster(SLOTS, num_ranks=2) as cluster:
         cluster.start_servers()
         words = ("--nproc-per-node", "2", str(SCRIPTS / "one_file.py"), *files)
-        cluster.start("nn-worker", "nn-worker", *words)
+        cluster.start_trainer(*words)
         statuses = cluster.wait()
         said = cluster.log("nn-worker")
     assert [said.count(f"rank {rank} made 7 steps") for rank in range(2)] == [1, 1], said

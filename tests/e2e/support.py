@@ -25,6 +25,13 @@ WITHOUT_TORCHRUN = (
     "from persia._cli import scripts; scripts.torchrun = lambda *_: []; "
     "from persia.launcher import cli; cli()"
 )
+# The same, with patience: a job's end reaches a server that has no processor for a while, a
+# role that asks about it has its answer, and a script unwinds.
+PATIENT = (
+    "from persia._cli import scripts; from persia._cluster import process; "
+    "scripts.UNWIND_S = scripts._ANNOUNCE_S = scripts._ANNOUNCE_ON_SIGNAL_S = "
+    f"scripts.LAST_ASK_S = process.LAST_ASK_S = {PATIENCE_S}; {WITHOUT_TORCHRUN}"
+)
 
 
 class Job(Cluster):

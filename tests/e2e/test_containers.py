@@ -17,6 +17,7 @@ from persia._cluster.job import Event, Events
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
 from persia.errors import ConfigError, ServiceBusy, ServiceError
 from tests.cluster.place import PATIENCE_S, Monkey, Place
+from tests.support.waiting import answered
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_the_server_of_this_container_is_asked(place: Place, monkeypatch: Monkey
         health.check(embedding_worker().name, PATIENCE_S, int(port))
     server.service = SimpleNamespace(stats=waits)
     with pytest.raises(ServiceBusy, match="no server answers"):
-        health.check(name, 0.3)
+        answered(lambda: health.check(name, 0.3))
     server.stop()
     with pytest.raises(ServiceError, match="no connection"):
         health.check(name, 0.2)

@@ -154,8 +154,8 @@ def test_training_with_keys_is_bit_equal(tmp_path: Path) -> None:
         assert embedded.returncode == 0, embedded.stderr
         for role, number in ((SERVERS[0], 0), (SERVERS[0], 1), (SERVERS[1], 0)):
             cluster.start_replica(role, number, PERSIA_KEYS=str(keys[role]))
-        words = ("nn-worker", str(script), *SAY)
-        cluster.start("nn-worker", *words, PERSIA_KEYS=str(keys["nn-worker"]))
+        words = (str(script), *SAY)
+        cluster.start_trainer(*words, PERSIA_KEYS=str(keys["nn-worker"]))
         cluster.variables["PERSIA_KEYS"] = str(keys["data-loader"])
         (address,) = documented_wire(cluster, "nn-worker")
         pid = cluster.processes["nn-worker"].pid

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from persia import launcher
 from persia._cluster.process import Options
-from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with
+from tests.e2e.support import PATIENT, Job, processes_with
 from tests.e2e.test_lifecycle import TALKS
 from tests.support.fixtures import Monkey
 from tests.support.processes import ROOT, SERVERS, run
@@ -20,7 +20,10 @@ from tests.support.waiting import PATIENCE_S
 
 def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
     """Run a job of the four roles from a Procfile."""
-    launch = shlex.join([sys.executable, "-c", WITHOUT_TORCHRUN])
+    # Others stay for longer behind the trainer's end, which honcho shall see first; it kills
+    # them after 5 s.
+    stay = "scripts.GRACE_S = process.GRACE_S = 2.5; cli()"
+    launch = shlex.join([sys.executable, "-c", PATIENT.replace("cli()", stay)])
     roles = {
         "data_loader": ["data-loader", job.script("load.py", "print('sent')")],
         "nn_worker": ["nn-worker", job.script("train.py", trainer)],

@@ -10,7 +10,7 @@ import pytest
 
 from persia._cli.run import UNWIND_S
 from persia._cli.scripts import _ANNOUNCE_ON_SIGNAL_S
-from tests.e2e.support import WITHOUT_TORCHRUN, Job, processes_with, wait_until_gone
+from tests.e2e.support import PATIENT, WITHOUT_TORCHRUN, Job, processes_with, wait_until_gone
 from tests.support.processes import SERVERS
 
 # The one is Compose's and Kubernetes', the other a terminal's; the way through is the same.
@@ -53,6 +53,7 @@ send()
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [SERVERS[::-1], SERVERS])
 def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
+    job.launcher = ("-c", PATIENT)
     trainer = job.launch("nn-worker", job.script("train.py", TALKS))
     loader = job.launch("data-loader", job.script("load.py", "print('sent')"))
     loader.wait_for("sent")
@@ -66,6 +67,7 @@ def test_processes_start_in_any_order(job: Job, order: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(("text", "status"), [(TALKS, 0), ("raise SystemExit(7)", 7)])
 def test_w72_servers_end_with_the_job_and_its_status(job: Job, text: str, status: int) -> None:
+    job.launcher = ("-c", PATIENT)
     servers = job.start_servers()
     loader = job.launch("data-loader", job.script("load.py", "print('sent')"))
     loader.wait_for("has ended, waits for the job to end")
@@ -76,6 +78,7 @@ def test_w72_servers_end_with_the_job_and_its_status(job: Job, text: str, status
 
 def test_roles_that_are_signalled_at_the_end_of_a_job_have_its_status(job: Job) -> None:
     """As under honcho, which signals the others when the first process has exited."""
+    job.launcher = ("-c", PATIENT)
     others = job.start_servers()
     others.append(job.launch("data-loader", job.script("load.py", "print('sent')")))
     others[-1].wait_for("has ended, waits for the job to end")
@@ -87,6 +90,7 @@ def test_roles_that_are_signalled_at_the_end_of_a_job_have_its_status(job: Job) 
 
 
 def test_the_traceback_of_a_failed_script_is_printed_last(job: Job) -> None:
+    job.launcher = ("-c", PATIENT)
     servers = job.start_servers()
     servers[1].wait_for("serves at")
     trainer = job.launch("nn-worker", job.script("train.py", FAILS))
@@ -119,6 +123,7 @@ def test_an_error_for_the_user_ends_with_its_message_and_the_users_frames(job: J
 
 
 def test_a_loader_that_hears_of_the_end_says_nothing(job: Job) -> None:
+    job.launcher = ("-c", PATIENT)
     servers = job.start_servers()
     heard = job.place / "heard"
     os.mkfifo(heard)
@@ -143,6 +148,7 @@ def test_a_job_that_is_asked_to_end_has_done_so_before_honcho_kills() -> None:
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_to_the_trainer_ends_the_job(job: Job, number: signal.Signals) -> None:
+    job.launcher = ("-c", PATIENT)
     servers = job.start_servers()
     servers[1].wait_for("serves at")
     trainer = job.launch("nn-worker", job.script("train.py", SLEEPS))
@@ -184,7 +190,7 @@ def test_a_script_that_does_not_unwind_is_killed_in_time(job: Job) -> None:
 
 
 # The launcher, which gives nothing any time but what writes a checkpoint.
-IMPATIENT = f"from persia._cli import scripts; scripts.UNWIND_S = 0; {WITHOUT_TORCHRUN}"
+IMPATIENT = PATIENT.replace("cli()", "scripts.UNWIND_S = 0; cli()")
 SAVES = """
 import signal, sys, torch
 from persia.ctx import TrainCtx
@@ -233,11 +239,11 @@ def test_torchrun_waits_for_ranks_as_long_as_its_launcher(job: Job) -> None:
     assert "torchrun waits 50" in trainer.printed()
 
 
-FOLLOWS = """
+UNHURRIED = """
 import persia._process_exit
 persia._process_exit._UNWIND_S = 1e6
-persia._process_exit.end_with_launcher()
 """
+FOLLOWS = f"{UNHURRIED}persia._process_exit.end_with_launcher()\n"
 # In place of the launcher: a process between it and the script.
 BETWEEN = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[2:]]))"
 UNWINDS = """
@@ -270,7 +276,7 @@ threading.Event().wait(60)
 @pytest.mark.parametrize(
     ("launcher", "text", "said"),
     [
-        (WITHOUT_TORCHRUN, SLEEPS, "unwound by SystemExit 143"),
+        (WITHOUT_TORCHRUN, UNHURRIED + SLEEPS, "unwound by SystemExit 143"),
         (WITHOUT_TORCHRUN, UNWINDS, "unwound"),  # it has begun to unwind
         # Though the launcher lives, as ranks whose torchrun was killed.
         (BETWEEN, FOLLOWS + SLEEPS, "running"),

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from persia._serving import remote_rows
 from persia._serving.remote_rows import RowServers
 from persia.errors import ServiceBusy, ServiceError
 from persia.serving import Predictor
 from tests.serving.models import arrays, make_ctx, train
+from tests.support.fixtures import Monkey
 from tests.support.processes import Cluster
-from tests.support.waiting import PATIENCE_S, until
+from tests.support.waiting import PATIENCE_S, answered, until
 
 SERVER = "embedding-parameter-server"
 NUM_KILLS, NUM_THREADS = 10, 2
@@ -152,7 +154,19 @@ def test_killed_copies_change_no_bit_and_fail_no_request(
 
 
 @pytest.mark.slow
-def test_a_copy_that_stands_still_costs_few_requests(copies: Copies) -> None:
+def test_a_copy_that_stands_still_costs_few_requests(
+    copies: Copies, monkeypatch: Monkey
+) -> None:
+    # Calls of the one that stands still; others may be slow on a busy machine.
+    lost: list[Any] = []
+    end_overtaken = remote_rows._CopiesClient.end_overtaken
+
+    def noted(client: Any, copy: Any) -> None:
+        end_overtaken(client, copy)
+        if copy.client.address == copies.jobs[0].addresses[SERVER][0]:
+            lost.append(copy)
+
+    monkeypatch.setattr(remote_rows._CopiesClient, "end_overtaken", noted)
     given = arrays(np.random.default_rng(2), 8)
     copies.await_all()
     predictor = Predictor(copies.bundle, row_servers=copies.settings(timeout_s=PATIENCE_S))
@@ -164,14 +178,15 @@ def test_a_copy_that_stands_still_costs_few_requests(copies: Copies) -> None:
         until(
             lambda: (
                 np.array_equal(predictor(given)["output"], expected)
-                and predictor.stats()["copies_used"] == 3
+                and lost
+                and not lost[-1].is_used
             )
         )
-        overtaken = predictor.stats()["overtaken"]
+        num_lost = len(lost)
         for _ in range(50):
             assert np.array_equal(predictor(given)["output"], expected)
         # It is not asked any more.
-        assert predictor.stats()["overtaken"] <= overtaken + 1
+        assert len(lost) <= num_lost + 1
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     until(lambda: predictor(given) and predictor.stats()["copies_used"] == 4)
@@ -185,4 +200,4 @@ def test_a_bundle_of_another_checkpoint_is_refused(copies: Copies, tmp_path: Pat
         other = tmp_path / "other" / str(ctx.export(tmp_path / "other"))
     copies.await_all()
     with pytest.raises(ServiceBusy, match="expected rows of checkpoint"):
-        Predictor(other, row_servers=copies.settings(timeout_s=1.0))
+        answered(lambda: Predictor(other, row_servers=copies.settings(timeout_s=1.0)))

@@ -90,7 +90,7 @@ def run_services(
         cluster.start_loaders(LOADER, 2)
         words = ("--nproc-per-node", str(num_ranks), "--max-restarts", str(len(kills)))
         arguments = (str(SCRIPT), str(folder), str(steps), json.dumps(kills))
-        cluster.start("nn-worker", "nn-worker", *words, *arguments)
+        cluster.start_trainer(*words, *arguments)
         failed = {
             name for name, status in cluster.wait(_START_S * (2 + len(kills))).items() if status
         }

@@ -48,7 +48,7 @@ def test_w65_least_budgets_a_stalled_loader_and_a_large_batch(
         words = (str(COUNT), str(LARGE), str(LARGE_SIZE), str(gate))
         cluster.start_loaders(LOADER, 2, *words)
         script = (str(LOADER.with_name("train.py")), str(output))
-        cluster.start("nn-worker", "nn-worker", "--nproc-per-node", str(num_ranks), *script)
+        cluster.start_trainer("--nproc-per-node", str(num_ranks), *script)
         statuses = cluster.wait()
         assert set(statuses.values()) == {0}, statuses
         found = json.loads(output.read_text())

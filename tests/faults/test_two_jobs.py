@@ -15,7 +15,7 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from tests.faults.batches import SLOTS
 from tests.faults.job import LOADER, assert_each_once, make_ctx, step
-from tests.support.processes import Cluster
+from tests.support.processes import PATIENT, Cluster
 from tests.support.waiting import PATIENCE_S
 
 FEWER, MORE = 30, 60
@@ -46,7 +46,7 @@ def test_w52_w65_two_jobs_on_one_machine_do_not_disturb_each_other() -> None:
                 seen_two.append(step(two, next(of_two)))
             assert_each_once(one, seen_one, FEWER)
         with env.changed(**short.variables), closing(ZmqTransport()) as transport:
-            assert announce_job_end(transport, 0, 10.0) == []
+            assert announce_job_end(transport, 0, PATIENCE_S) == []
         assert set(short.wait().values()) == {0}
         assert all(process.poll() is None for process in long.processes.values())
         seen_two += [step(two, batch) for batch in of_two]
@@ -64,7 +64,8 @@ def test_a_script_at_another_jobs_addresses_ends_nothing_of_that_job() -> None:
         seen = [step(ctx, next(batches))]
         stray = cluster.place / "stray.py"
         stray.write_text("print('hello')\n")
-        assert cluster.start("stray", "nn-worker", str(stray)).wait(PATIENCE_S) == 0
+        words = ("stray", "nn-worker", str(stray))
+        assert cluster.start(*words, launcher=PATIENT).wait(PATIENCE_S) == 0
         del cluster.processes["stray"]
         assert all(process.poll() is None for process in cluster.processes.values())
         for server in ("embedding-parameter-server-0", "embedding-worker-0"):

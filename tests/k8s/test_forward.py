@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from persia._cli.doctor import Report
+from persia._k8s import forward
 from persia._k8s.forward import _read, doctor_of_job, processes_of, top_of_job
 from persia._k8s.render import render
 from persia._k8s.spec import read_job
@@ -105,6 +106,7 @@ def test_top_shows_the_processes_that_run_by_their_own_metrics(
     stand_in: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: Monkey
 ) -> None:
     monkeypatch.setenv("PERSIA_RUN_ID", "another")  # of this shell
+    monkeypatch.setattr(forward, "DEADLINE_S", PATIENCE_S)  # a busy machine may be slow
     stand_in.pods["adult-income-dataloader-0"]["status"]["phase"] = "Pending"
     with ExitStack() as stack:
         for one in processes_of(stand_in.pods.values(), "metrics"):
@@ -214,7 +216,14 @@ def test_doctor_compares_servers_that_it_reaches_with_the_job_s_keys(
         for name in ("embedding-worker-1:8887", "nn-worker-0:23457", "nn-worker-0:23458"):
             stand_in.ports[f"adult-income-{name}"] = ("127.0.0.1", 1)
         stand_in.write()
-        report = doctor_of_job(JOB, OPTIONS, here)
+        report = Report([], [])
+
+        def is_reached() -> bool:
+            nonlocal report
+            report = doctor_of_job(JOB, OPTIONS, here)
+            return [check for check, _ in findings_of(report, "ok")].count("versions") == 2
+
+        until(is_reached, details=lambda: report.findings)
         running = findings_of(report, "ok")[-2:]
         names = ("embedding-ps-0 runs", "embedding-worker-0 runs")
         for (check, text), name in zip(running, names, strict=True):
@@ -235,7 +244,14 @@ def test_doctor_compares_servers_that_it_reaches_with_the_job_s_keys(
             is_there = name.endswith(("embedding-ps-0", "embedding-worker-0"))
             pod["status"]["phase"] = "Running" if is_there else "Succeeded"
         stand_in.write()
-        texts = [text for _, text in findings_of(doctor_of_job(JOB, OPTIONS, here), "error")]
+        texts: list[str] = []
+
+        def is_told() -> bool:
+            found = findings_of(doctor_of_job(JOB, OPTIONS, here), "error")
+            texts[:] = [text for _, text in found]
+            return not any("does not answer" in text for text in texts)
+
+        until(is_told, details=lambda: texts)
         assert all("has another embedding config" in text for text in texts), texts
         assert len(texts) == 2
 

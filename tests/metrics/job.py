@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes import DEADLINE_S, Cluster
 from tests.support.scripts import NET, SEND, slots
+from tests.support.waiting import PATIENCE_S
 
 NUM_BATCHES, BATCH_SIZE = 6, 32
 
@@ -81,7 +82,7 @@ with TrainCtx(
 """
 
 
-def fetch(url: str, timeout_s: float = 60.0) -> tuple[int, str]:
+def fetch(url: str, timeout_s: float = PATIENCE_S) -> tuple[int, str]:
     """Return status and text of what is at a URL."""
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
@@ -160,7 +161,7 @@ def standing_job(
         (place / "trainer.py").write_text(TRAINER)
         cluster.start_servers()
         cluster.start_loaders(place / "loader.py", 1, str(place))
-        cluster.start("nn-worker", "nn-worker", str(place / "trainer.py"), str(place))
+        cluster.start_trainer(str(place / "trainer.py"), str(place))
         job = StandingJob(cluster)
         for name, who in (("data-loader-0", "loader"), ("nn-worker", "trainer")):
             job.urls[name] = _read(place / f"{who}-says", cluster)
@@ -222,5 +223,5 @@ def training_job() -> Iterator[Cluster]:
         (cluster.place / "train.py").write_text(ENDLESS_TRAINER)
         cluster.start_servers()
         cluster.start_loaders(cluster.place / "loader.py", 2)
-        cluster.start("nn-worker", "nn-worker", str(cluster.place / "train.py"))
+        cluster.start_trainer(str(cluster.place / "train.py"))
         yield cluster

@@ -35,6 +35,12 @@ SERVERS = ("embedding-parameter-server", "embedding-worker")
 # Seconds. PyTorch takes long to load where many tests run, and some jobs load it four times.
 # Below pytest's timeout, in pyproject.toml, which says nothing of what a job has printed.
 DEADLINE_S = 240.0
+# The launcher; a job's end reaches servers however long they have no processor.
+PATIENT = (
+    "-c",
+    f"from persia._cli import scripts; scripts._ANNOUNCE_S = {PATIENCE_S}; "
+    "from persia.launcher import cli; cli()",
+)
 
 
 def run(
@@ -188,9 +194,16 @@ class Cluster:
             **self.variables,
         }
 
-    def start(self, name: str, *arguments: str, **changes: str) -> Process:
+    def start(
+        self,
+        name: str,
+        *arguments: str,
+        launcher: Sequence[str] | None = None,
+        **changes: str,
+    ) -> Process:
         """Run ``persia-launcher`` with these arguments, in a changed environment."""
-        words = [*self.prefixes.get(name, ()), sys.executable, *self.launcher, *arguments]
+        launcher = self.launcher if launcher is None else launcher
+        words = [*self.prefixes.get(name, ()), sys.executable, *launcher, *arguments]
         log = self.place / f"{name}.log"
         process = self.processes[name] = Process(words, self.environment | changes, log)
         return process
@@ -210,6 +223,11 @@ class Cluster:
             replica = (f"--replica-index={number}", f"--replica-size={count}")
             name, words = f"data-loader-{number}", (*replica, str(script), *arguments)
             self.start(name, "data-loader", *words)
+
+    def start_trainer(self, *arguments: str, **changes: str) -> Process:
+        """Run the nn-worker, at whose end all others end."""
+        words = ("nn-worker", "nn-worker", *arguments)
+        return self.start(*words, launcher=PATIENT, **changes)
 
     def kill(self, name: str) -> None:
         """Kill a process and what it has started, the latter first, as a machine that dies."""

@@ -8,11 +8,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+from persia.errors import ServiceBusy, ServiceTimeout, ServiceUnavailable
+
+T = TypeVar("T")
 
 # Seconds. Nothing here takes long unless it is broken, or the machine is very busy.
 PATIENCE_S = 60.0
 _LOOK_S = 0.005
+
+
+def answered(call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
+    """Call again while no answer comes in the call's own time; a refusal is an answer."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return call()
+        except ServiceBusy:
+            raise
+        except (ServiceTimeout, ServiceUnavailable):
+            if time.monotonic() > deadline:
+                raise
 
 
 def until(
