@@ -158,6 +158,12 @@ class StalenessLimiter:
             self._num_kept = num_kept
             self._changed.notify()  # one thread at most takes batches at a time
 
+    def widen(self, staleness: int) -> None:
+        """Allow more permits, also to a thread that waits for one."""
+        with self._lock:
+            self.staleness = staleness
+            self._changed.notify()
+
     def return_permit(self, place: int = -1) -> None:
         """Take a permit back, of the batch that was the ``place`` th of the pass, from 0."""
         with self._lock:

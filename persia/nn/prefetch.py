@@ -254,7 +254,7 @@ class _Pass:
         if len(self._waits) == _WINDOW and sum(self._waits) > _MANY_WAITS:
             self._waits.clear()
             self._owner.deepen()
-            self._limiter.staleness = self._owner.depth
+            self._limiter.widen(self._owner.depth)
         if item.failure is not None:
             raise item.failure
 

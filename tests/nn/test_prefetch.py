@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from persia._training.inflight import StalenessLimiter
 from persia.embedding import Constant
 from persia.errors import ConfigError
 from persia.nn import recipes
-from persia.nn.prefetch import _Pass
+from persia.nn.prefetch import PrefetchedLoader, _Pass
 from tests.support.waiting import until
 
 NUM = 24
@@ -272,6 +273,34 @@ def test_accumulation_neither_waits_for_ever_nor_changes_a_bit() -> None:
     _, expected = trained("plain accumulated", None, every=4)
     _, losses = trained("ahead accumulated", 1, every=4)
     assert losses == expected
+
+
+def test_a_lookup_that_waits_for_a_permit_notes_that_there_is_one_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules[PrefetchedLoader.__module__]  # the function has its name
+    monkeypatch.setattr(module, "_WAIT_S", 10.0)
+    monkeypatch.setattr(module, "_WINDOW", 1)
+    monkeypatch.setattr(module, "_MANY_WAITS", -1)  # each batch is a reason to look further
+    deepen = PrefetchedLoader.deepen
+    limiters: list[StalenessLimiter] = []
+    acquire = StalenessLimiter.acquire
+
+    def acquire_and_note(self: StalenessLimiter, needs_permit: bool) -> int:
+        limiters[:] = [self]
+        return acquire(self, needs_permit)
+
+    def deepen_while_it_waits(self: PrefetchedLoader) -> None:
+        if self.depth == 1:
+            changed: Any = limiters[0]._changed
+            until(lambda: changed._waiters)
+        deepen(self)
+
+    monkeypatch.setattr(StalenessLimiter, "acquire", acquire_and_note)
+    monkeypatch.setattr(PrefetchedLoader, "deepen", deepen_while_it_waits)
+    # Without a step in between, no permit comes back that would wake the thread.
+    loader, _ = trained("deeper", "auto", every=4)
+    assert loader.num_hits
 
 
 def test_a_loop_that_is_left_leaves_nothing_in_flight() -> None:
