@@ -245,8 +245,8 @@ def test_strangers_are_counted_and_dropped(
             assert b"PERSIA" not in b"".join(iter(lambda: peer.recv(1 << 16), b""))
         for place in (None, other):
             assert_refused(place, server, more_strangers(server))
-        told, is_dropped = "does not know this process's key", more_strangers(server)
-        assert_refused(stranger, server, lambda: is_dropped() and told in caplog.text)
+        line, is_dropped = "does not know this process's key", more_strangers(server)
+        assert_refused(stranger, server, lambda: is_dropped() and line in caplog.text)
         with raw_peer(server.address) as raw:
             raw.call(1, "add", 0)
         assert server.stats().get("calls", 0) == 1
@@ -254,7 +254,7 @@ def test_strangers_are_counted_and_dropped(
         assert client.stats().get("lost", 0) == 0
     lines = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
     assert sum("no key that is known here" in one for one in lines) == 1
-    assert any(told in one for one in lines)
+    assert any(line in one for one in lines)
 
 
 def test_who_says_nothing_is_cut_off_and_delays_nobody(keys: Path, monkeypatch: Monkey) -> None:
