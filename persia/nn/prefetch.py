@@ -235,9 +235,8 @@ class _Pass:
     def _await(self, item: _Item) -> None:
         """Wait for the rows of a batch, unless its lookup waits for a step to come."""
         with self._lock:
-            # Not all permits that are taken: one may be this batch's, whose lookup is about to
-            # begin.
-            awaits_step = self._num_handed_out >= (self._limiter.limit or 0)
+            # Not by permits that are taken: one may be of this batch, about to be looked up.
+            awaits_step = self._num_handed_out >= self._owner.depth
             is_mine = not item.is_begun and (not item.is_queued or awaits_step)
             if is_mine:
                 item.is_begun = True  # the model asks itself
