@@ -47,7 +47,8 @@ from persia.utils import total_memory_bytes
 from persia.version import __version__
 from tests.support.fixtures import Log, Monkey
 from tests.support.processes import loopback_host
-from tests.support.streams import PATIENCE_S, Background
+from tests.support.streams import Background
+from tests.support.waiting import PATIENCE_S
 
 SCHEMA = EmbeddingSchema.load({"slots_config": {"user": {"dim": 8}, "item": {"dim": 32}}})
 

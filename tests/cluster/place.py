@@ -13,9 +13,9 @@ from persia._rpc.codec import FLOAT32
 from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import Role, parameter_server
 from persia._rpc.server import Server
-from tests.rpc.support import PATIENCE_S as PATIENCE_S
 from tests.rpc.support import Wire
 from tests.support.fixtures import Monkey as Monkey
+from tests.support.waiting import PATIENCE_S
 
 
 class Place:

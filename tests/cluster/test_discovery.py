@@ -18,9 +18,9 @@ from persia._rpc.messages import WireDtypes
 from persia._rpc.methods import embedding_worker, nn_worker
 from persia.config import EmbeddingSchema, schema_fingerprint
 from persia.errors import ConfigError, JobFinished, RemoteError, ServiceUnavailable
-from tests.cluster.place import PATIENCE_S, Monkey, Place, hosts_of
+from tests.cluster.place import Monkey, Place, hosts_of
 from tests.support.processes import loopback_host
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from persia._cluster.job import (
 )
 from persia._rpc.client import Client
 from persia._rpc.methods import embedding_worker, nn_worker
-from tests.cluster.place import PATIENCE_S, Monkey, Place, hosts_of
-from tests.support.waiting import until
+from tests.cluster.place import Monkey, Place, hosts_of
+from tests.support.waiting import PATIENCE_S, until
 
 
 def test_a_server_that_comes_back_while_the_job_ends_is_told(

@@ -16,8 +16,8 @@ from persia._cli.scripts import Script, _until_job_ends, _watch
 from persia._cluster.job import Event, Events
 from persia._rpc.methods import embedding_worker, nn_worker, parameter_server
 from persia.errors import ConfigError, ServiceBusy, ServiceError
-from tests.cluster.place import PATIENCE_S, Monkey, Place
-from tests.support.waiting import answered
+from tests.cluster.place import Monkey, Place
+from tests.support.waiting import PATIENCE_S, answered
 
 
 @pytest.fixture

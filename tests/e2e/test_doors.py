@@ -22,11 +22,11 @@ from persia._cluster.connect import connect_embedding_workers, connect_parameter
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import NotAllowed
 from tests.examples.conftest import LOADER
-from tests.rpc.support import PATIENCE_S, raw_peer
+from tests.rpc.support import raw_peer
 from tests.support.processes import SERVERS, Cluster, _children, run
 from tests.support.role_keys import keys_of_roles
 from tests.support.services import SETTINGS
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -25,7 +25,8 @@ from persia._training.queues import Finished
 from persia._training.receiver import BatchReceiver
 from persia.errors import JobFinished, ServiceUnavailable
 from tests.support.fixtures import Monkey
-from tests.support.streams import PATIENCE_S, Background, FakeWorker, send
+from tests.support.streams import Background, FakeWorker, send
+from tests.support.waiting import PATIENCE_S
 
 Sizes = list[list[int]]  # by data-loader: how many batches each of its epochs has
 

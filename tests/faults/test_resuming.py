@@ -23,8 +23,8 @@ from tests.faults.resumed import draw_kills, run_embedded, run_services
 from tests.rpc.proxies import MessageProxy
 from tests.support.fixtures import Monkey
 from tests.support.processes import LISTS, Cluster, Process
-from tests.support.streams import PATIENCE_S, Background, FakeWorker, send
-from tests.support.waiting import until
+from tests.support.streams import Background, FakeWorker, send
+from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     import zmq

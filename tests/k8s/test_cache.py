@@ -23,10 +23,10 @@ from persia.errors import ConfigError
 from tests.k8s.cluster import Cluster
 from tests.k8s.http_api import run
 from tests.support.fixtures import Monkey
+from tests.support.waiting import PATIENCE_S
 
 PODS = ("v1", "Pod", None)
 KEY = ("default", "job")
-PATIENCE_S = 30.0
 
 
 def pod(name: str, version: int, phase: str = "Pending", **more: Any) -> dict[str, Any]:

@@ -35,10 +35,10 @@ from tests.benchmarks.interleaved import libc_call, settled
 from tests.faults.batches import SLOTS, make_batch, occurrences
 from tests.faults.job import assert_trained, make_ctx, step, trained
 from tests.load.soak import soak
-from tests.rpc.support import PATIENCE_S
 from tests.support.fixtures import Record
 from tests.support.local_job import local_job
 from tests.support.streams import Background
+from tests.support.waiting import PATIENCE_S
 
 # What lies between blocks that are in use, in arenas that threads before have made.
 SLACK_BYTES = 24 << 20

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from persia._loader.sender import BatchSender
-from tests.support.streams import PATIENCE_S, Background, FakeRank, FakeWorker, Line, send
+from tests.support.streams import Background, FakeRank, FakeWorker, Line, send
+from tests.support.waiting import PATIENCE_S
 
 MakeFeeder = Callable[..., BatchSender]
 

@@ -29,8 +29,8 @@ from tests.loader.conftest import (
     sent_before,
 )
 from tests.support.fixtures import Monkey
-from tests.support.streams import PATIENCE_S, Background, FakeRank, FakeWorker, number_of, send
-from tests.support.waiting import until
+from tests.support.streams import Background, FakeRank, FakeWorker, number_of, send
+from tests.support.waiting import PATIENCE_S, until
 
 
 def test_wanted_after_it_was_acknowledged_is_old_news(make_feeder: MakeFeeder) -> None:

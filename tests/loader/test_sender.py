@@ -23,8 +23,8 @@ from persia.errors import (
 )
 from tests.loader.conftest import MakeFeeder, send_all, send_some
 from tests.support.fixtures import Log, Monkey
-from tests.support.streams import PATIENCE_S, Background, FakeRank, FakeWorker, number_of, send
-from tests.support.waiting import until
+from tests.support.streams import Background, FakeRank, FakeWorker, number_of, send
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -27,11 +27,9 @@ from persia._rpc.messages import TableSigns
 from persia._rpc.methods import Hello, embedding_worker, nn_worker, parameter_server, role_of
 from persia._rpc.server import Server, ServerLimits, serve
 from persia._rpc.zmq_transport import ZmqTransport
+from tests.support.waiting import PATIENCE_S
 
 TRANSPORTS = ("ipc", "tcp")
-
-# Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 60.0
 
 
 class Wire:

@@ -24,10 +24,10 @@ from persia.errors import (
     WrongReplica,
 )
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import PATIENCE_S, ToyService, Wire, busy, place
+from tests.rpc.support import ToyService, Wire, busy, place
 from tests.support.fixtures import Monkey
 from tests.support.streams import Background
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 def pause_no_more(client: Client, monkeypatch: Monkey) -> list[float]:

@@ -35,10 +35,10 @@ from persia._rpc.server import Server
 from persia._rpc.zmq_transport import ZmqTransport, is_local
 from persia.errors import ConfigError, NotAllowed, ServiceUnavailable
 from persia.launcher import cli
-from tests.rpc.support import PATIENCE_S, ToyService, Wire, raw_peer, tcp_of
+from tests.rpc.support import ToyService, Wire, raw_peer, tcp_of
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import features, make_servers, make_worker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")

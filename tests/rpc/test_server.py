@@ -35,9 +35,9 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import BAD, PATIENCE_S, Wire, busy, header, place, tcp_of
+from tests.rpc.support import BAD, Wire, busy, header, place, tcp_of
 from tests.support.fixtures import Monkey
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 ASKED = ErrorOrigin("toy", 0, "here", "add")
 

@@ -27,11 +27,11 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from tests.rpc.proxies import TcpProxy
-from tests.rpc.support import PATIENCE_S, Wire
+from tests.rpc.support import Wire
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import SCHEMA, features, gradient, make_servers, make_worker
 from tests.support.streams import Background
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 OWN = schema_fingerprint(SCHEMA)
 OTHER = schema_fingerprint(EmbeddingSchema.load({"slots_config": {"sum": {"dim": 3}}}))

@@ -20,9 +20,9 @@ from persia._rpc.messages import LookupRequest, TableGradients, TableSigns, Upda
 from persia._rpc.methods import parameter_server
 from persia.errors import ServiceTimeout, ServiceUnavailable
 from tests.rpc.proxies import MessageProxy, TcpProxy
-from tests.rpc.support import PATIENCE_S, Wire
+from tests.rpc.support import Wire
 from tests.support.services import SCHEMA, make_servers, sign
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
 SLOT = SCHEMA.slots["sum"]
 NUM_SIGNS = 2000

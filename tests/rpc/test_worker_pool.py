@@ -22,9 +22,10 @@ from persia._training.backward import BackwardPipeline
 from persia._training.forward import Lookups
 from persia._training.inflight import InFlightBatch, InFlightTracker
 from persia.errors import ServiceBusy, ServiceUnavailable, UnknownRef
-from tests.rpc.support import PATIENCE_S, Wire
+from tests.rpc.support import Wire
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import features, gradient, make_servers, make_worker, settings
+from tests.support.waiting import PATIENCE_S
 
 # Of one call that is in vain; all others take far less, and PERSIA_RPC_TIMEOUT far more.
 TRY_S = 0.5

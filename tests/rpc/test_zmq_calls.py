@@ -20,8 +20,9 @@ from persia._rpc.client import Client
 from persia._rpc.frame import Part
 from persia.errors import ServiceTimeout
 from tests.rpc.conftest import WAITING
-from tests.rpc.support import PATIENCE_S, Wire, watched
+from tests.rpc.support import Wire, watched
 from tests.support.streams import Background
+from tests.support.waiting import PATIENCE_S
 
 
 def test_an_array_that_was_sent_is_let_go_of_and_what_came_outlives_its_socket(

@@ -12,8 +12,9 @@ import pytest
 from persia._rpc.transport import Outgoing, Parts
 from persia._rpc.zmq_transport import ZmqTransport
 from persia.errors import InternalError, ServiceUnavailable
-from tests.rpc.support import PATIENCE_S, Wire, watched
+from tests.rpc.support import Wire, watched
 from tests.support.fixtures import Monkey
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture

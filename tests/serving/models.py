@@ -16,6 +16,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.embedding.optim import Adagrad
+from tests.support.waiting import PATIENCE_S
 
 SCHEMA: dict[str, Any] = {
     "feature_index_prefix_bit": 8,
@@ -30,6 +31,8 @@ SCHEMA: dict[str, Any] = {
     "group_settings": {"tags": {"dtype": "float16"}, "w": {"dtype": "bfloat16"}},
 }
 NUM_IDS = 50
+# ``RowServers`` that a busy machine may keep waiting.
+PATIENT: dict[str, Any] = {"timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
 
 
 class Net(torch.nn.Module):

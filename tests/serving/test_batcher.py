@@ -18,8 +18,7 @@ from persia._serving.batcher import (
 )
 from persia._serving.request import DecodedRequest
 from persia.errors import ServiceBusy, ServiceUnavailable
-
-PATIENCE_S = 30.0
+from tests.support.waiting import PATIENCE_S
 
 
 def job(num_bytes: int = 1) -> tuple[InferJob, threading.Event]:

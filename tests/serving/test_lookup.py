@@ -26,6 +26,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, ServiceBusy
 from persia.serving import Predictor
+from tests.serving.models import PATIENT
 from tests.support.saving import FEATURES, IDS, dump, train
 from tests.support.services import ADAGRAD, SCHEMA, features, make_servers, make_worker
 from tests.support.waiting import PATIENCE_S
@@ -35,7 +36,6 @@ SLOTS = {
     "slots_config": {name: {"dim": 4} for name in ("zeros", "initial", "mean")},
 }
 NAMES = ("zeros", "initial", "mean")
-PATIENT: dict[str, Any] = {"timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
 
 
 class Show(torch.nn.Module):

@@ -36,11 +36,11 @@ from persia._serving.remote_rows import (
     _CopiesClient,
 )
 from persia.errors import ConfigError, NotAllowed, ServiceBusy, ServiceError
+from tests.serving.models import PATIENT
 from tests.support.fixtures import Monkey
 from tests.support.services import SCHEMA, features, make_servers, make_worker
 from tests.support.waiting import PATIENCE_S, until
 
-PATIENT: dict[str, Any] = {"timeout_s": PATIENCE_S, "connect_timeout_s": PATIENCE_S}
 BATCH = {"sum": [[1, 2], [3]], "sqrt": [[4], [5, 6]], "mean": [[7], [8]]}
 
 

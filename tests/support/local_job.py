@@ -15,9 +15,9 @@ from persia._rpc.zmq_transport import ZmqTransport
 from persia._worker.service import EmbeddingWorker
 from persia.config import EmbeddingSchema, EmbeddingWorkerConfig, schema_fingerprint
 from tests.faults.batches import SLOTS
-from tests.rpc.support import PATIENCE_S
 from tests.support.processes import LISTS
 from tests.support.services import make_servers
+from tests.support.waiting import PATIENCE_S
 
 
 @contextmanager

@@ -25,9 +25,7 @@ from persia._rpc.messages import (
     StreamState,
 )
 from persia.errors import ServiceBusy, ServiceTimeout, ServiceUnavailable, UnknownStream
-
-# Seconds; nothing here takes long unless it is broken.
-PATIENCE_S = 60.0
+from tests.support.waiting import PATIENCE_S
 
 
 @dataclass

@@ -15,6 +15,7 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.embedding.optim import SGD
 from tests.support.processes import ROOT
+from tests.support.waiting import PATIENCE_S
 
 from .fakes import DIM, SpyWorker, make_batch
 
@@ -35,11 +36,10 @@ def clean_process(no_job: None) -> Iterator[None]:
         # Threads of servers in this process end by themselves once the servers are freed.
         gc.collect()  # a tenth of a second, where torch is loaded
     for thread in left:
-        thread.join(WAIT_S)
+        thread.join(PATIENCE_S)
     assert [thread for thread in left if thread.is_alive()] == []
 
 
-WAIT_S = 60.0
 MakeCtx = Callable[..., TrainCtx]
 
 
@@ -140,7 +140,7 @@ def train(ctx: TrainCtx, data: Iterable[Any], **options: Any) -> list[float]:
 
 
 def wait(event: threading.Event | threading.Barrier) -> None:
-    event.wait(WAIT_S)
+    event.wait(PATIENCE_S)
 
 
 def fail_at(number: int, error: Exception) -> Callable[[int], None]:

@@ -22,19 +22,9 @@ from persia.embedding.optim import SGD
 from persia.errors import ConfigError, DataError, DataTypeError, ServiceTimeout, StoreError
 from tests.support.fixtures import Log, Monkey
 from tests.support.streams import Background
+from tests.support.waiting import PATIENCE_S
 
-from .conftest import (
-    LOCKSTEP,
-    WAIT_S,
-    MakeCtx,
-    Net,
-    batches,
-    fail_at,
-    loss_of,
-    step,
-    train,
-    wait,
-)
+from .conftest import LOCKSTEP, MakeCtx, Net, batches, fail_at, loss_of, step, train, wait
 from .fakes import SpyRanks, SpyWorker, make_batch
 
 
@@ -287,7 +277,7 @@ def test_w48_exception_in_an_update_is_raised_at_the_next_backward(
         engine = ctx.backward_engine
         assert engine is not None
         with engine._changed:
-            engine._changed.wait_for(lambda: not engine._pending, WAIT_S)
+            engine._changed.wait_for(lambda: not engine._pending, PATIENCE_S)
         with pytest.raises(StoreError, match="disk on fire") as caught:
             ctx.backward(loss_of(output, labels))
         frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -366,7 +356,7 @@ def test_reads_see_own_writes(
     order: list[str] = []
 
     def hold(batch_id: int) -> None:
-        release.wait(WAIT_S)
+        release.wait(PATIENCE_S)
         order.append("update")
 
     train(ctx, batches(1))
@@ -395,7 +385,7 @@ def test_full_queue_waits(worker: SpyWorker, make_ctx: MakeCtx, monkeypatch: Mon
         with pytest.raises(ServiceTimeout, match="acknowledge"):
             ctx.get_embedding_size()
         go.set()
-        monkeypatch.setattr("persia._training.backward.WAIT_S", WAIT_S)
+        monkeypatch.setattr("persia._training.backward.WAIT_S", PATIENCE_S)
     assert ctx.stats()["staleness"] == 0
     assert worker.refs == {}
 
@@ -416,7 +406,7 @@ def test_worker_that_outlives_the_deadline_is_named(
     go.set()
     for thread in threading.enumerate():
         if thread.name == "persia-backward-0":
-            thread.join(WAIT_S)
+            thread.join(PATIENCE_S)
 
 
 def test_a_second_loss_of_a_batch_is_refused(worker: SpyWorker, make_ctx: MakeCtx) -> None:

@@ -35,9 +35,9 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from tests.support.fixtures import Log, Monkey
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
-from .conftest import LOCKSTEP, WAIT_S, MakeCtx, embeddings_of, fail_at, loss_of, step, wait
+from .conftest import LOCKSTEP, MakeCtx, embeddings_of, fail_at, loss_of, step, wait
 from .fakes import SpyRanks, SpyWorker, make_batch, u64
 
 
@@ -138,7 +138,7 @@ def test_w23_stall_of_the_dataset_is_a_timeout_that_names_it(
     class Stalls(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
             yield make_batch()
-            release.wait(WAIT_S)
+            release.wait(PATIENCE_S)
 
     # The end of the data is none: this would wait for days.
     assert train_all(ctx, DataLoader(Batches(0), timeout_ms=10**9, allow_untrained=True)) == []
@@ -644,17 +644,17 @@ def test_threads_that_do_not_end(monkeypatch: Monkey, make_ctx: MakeCtx, caplog:
     def generate() -> Iterator[PersiaBatch]:
         yield make_batch()
         entered.set()
-        hold.wait(WAIT_S)
+        hold.wait(PATIENCE_S)
 
     with make_ctx():
         iterator = iter(DataLoader(generate()))
         next(iterator)
-        assert entered.wait(WAIT_S)
+        assert entered.wait(PATIENCE_S)
         (thread,) = (t for t in threading.enumerate() if t.name == "persia-dataset")
         del iterator
     assert "persia-dataset has not ended" in caplog.text
     hold.set()
-    thread.join(WAIT_S)
+    thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
@@ -732,7 +732,7 @@ def test_a_refused_batch_ends_the_users_generator(make_ctx: MakeCtx) -> None:
 
     with make_ctx(), pytest.raises(DataTypeError, match="PersiaBatch, got dict") as caught:
         list(DataLoader(generate()))
-    assert closed.wait(WAIT_S)
+    assert closed.wait(PATIENCE_S)
     del caught
 
 

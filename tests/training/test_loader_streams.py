@@ -14,8 +14,7 @@ from persia._training.progress import BEGINNING, Watermark, to_position
 from persia._training.queues import Finished
 from persia._training.receiver import BatchReceiver
 from persia.errors import DataError
-
-WAIT_S = 20.0
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("num_loaders", [1, 2, 3, 4, 6])
@@ -39,7 +38,7 @@ def test_each_id_is_of_one_stream_and_of_one_rank(num_loaders: int, world_size: 
 def test_a_run_goes_on_at_its_position_whatever_a_data_loader_has_left() -> None:
     position = {"kind": "stream", "num_loaders": 2, "floors": {"0": 4, "1": 3}, "above": {}}
     for resumed, first in ((position, 4), (BEGINNING, 0), (None, 8)):
-        receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=resumed)
+        receiver = BatchReceiver(0, 1, 4, PATIENCE_S, resumed=resumed)
         assert receiver.position() is None or resumed is position
         state = receiver.open_stream(StreamOpening(0, 2, 7, 8))
         assert (state.next_batch_id, state.is_resumed) == (first, resumed is not None)
@@ -47,7 +46,7 @@ def test_a_run_goes_on_at_its_position_whatever_a_data_loader_has_left() -> None
 
 def test_a_run_that_goes_on_leaves_no_batch_out() -> None:
     before = to_position("stream", 1, {0: Watermark(2, 1, {3})})
-    receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=before)
+    receiver = BatchReceiver(0, 1, 4, PATIENCE_S, resumed=before)
     receiver.open_stream(StreamOpening(0, 1, 7, 0))
     receiver.deliver((0, 7), receiver_batch(2))
     with pytest.raises(DataError, match="batch 4 of data-loader 0: expected 3, as this run"):
@@ -61,7 +60,7 @@ def test_a_run_that_goes_on_leaves_no_batch_out() -> None:
 
 def test_a_wait_names_data_loaders() -> None:
     now = 0.0
-    receiver = BatchReceiver(0, 1, 4, WAIT_S, lambda: now)
+    receiver = BatchReceiver(0, 1, 4, PATIENCE_S, lambda: now)
     assert receiver.describe_wait() == "a data-loader to connect; none has"
     receiver.open_stream(StreamOpening(1, 3, 7, 1))
     assert receiver.describe_wait() == "data-loader 0, 2 of 3 to connect"

@@ -12,9 +12,7 @@ from persia._training import queues
 from persia._training.queues import BoundedQueue, Closed, Finished, OrderedQueue, join
 from tests.support.fixtures import Monkey
 from tests.support.streams import Background
-from tests.support.waiting import until
-
-WAIT_S = 20.0
+from tests.support.waiting import PATIENCE_S, until
 
 
 def test_channel_keeps_order_and_ends_with_what_it_holds() -> None:
@@ -54,7 +52,7 @@ def test_delivery_in_order_admits_the_next_beyond_its_capacity() -> None:
     delivery.put(1, "one")
     late = Background(lambda: delivery.put(3, "three"))
     delivery.put(0, "zero")  # full, but the reader waits for this one
-    assert [delivery.get(WAIT_S) for _ in range(4)] == ["zero", "one", "two", "three"]
+    assert [delivery.get(PATIENCE_S) for _ in range(4)] == ["zero", "one", "two", "three"]
     late.result()
     with pytest.raises(TimeoutError):
         delivery.get(0)
@@ -67,13 +65,13 @@ def test_what_was_taken_first_is_given_first() -> None:
     waiting = Background(lambda: delivery.put(1, 1))
     until(lambda: delivery._waiting)
     with delivery._lock:  # before the one that waits can look
-        assert delivery.get(WAIT_S) == 0
+        assert delivery.get(PATIENCE_S) == 0
         delivery.put(2, 2)
-    assert [delivery.get(WAIT_S) for _ in range(2)] == [1, 2]
+    assert [delivery.get(PATIENCE_S) for _ in range(2)] == [1, 2]
     waiting.result()
     delivery.finish(None)
     with pytest.raises(Finished):
-        delivery.get(WAIT_S)
+        delivery.get(PATIENCE_S)
 
 
 def test_room_wakes_the_lowest_and_no_other() -> None:
@@ -96,7 +94,7 @@ def test_room_wakes_the_lowest_and_no_other() -> None:
     until(lambda: len(looks) == 6)  # each before it waits, and as it does
     for number in range(4):
         until(lambda number=number: number in delivery._items)  # type: ignore[misc]
-        assert delivery.get(WAIT_S) == number
+        assert delivery.get(PATIENCE_S) == number
     for one in waiting:
         one.result()
     assert sorted(looks) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -109,10 +107,10 @@ def test_room_that_was_made_twice_is_for_two() -> None:
     waiting = [Background(partial(delivery.put, number, number)) for number in (2, 3)]
     until(lambda: len(delivery._waiting) == 2)
     with delivery._lock:  # before one that waits can look
-        assert [delivery.get(WAIT_S) for _ in range(2)] == [0, 1]
+        assert [delivery.get(PATIENCE_S) for _ in range(2)] == [0, 1]
     for one in waiting:
         one.result()
-    assert [delivery.get(WAIT_S) for _ in range(2)] == [2, 3]
+    assert [delivery.get(PATIENCE_S) for _ in range(2)] == [2, 3]
 
 
 @pytest.mark.parametrize("end", ["close", "fail"])
@@ -133,15 +131,15 @@ def test_delivery_raises_a_failure_at_once_and_an_end_after_its_items() -> None:
     ended: OrderedQueue[int] = OrderedQueue(2)
     ended.put(0, 10)
     ended.finish(KeyError("end"))
-    assert ended.get(WAIT_S) == 10
+    assert ended.get(PATIENCE_S) == 10
     with pytest.raises(KeyError, match="end"):
-        ended.get(WAIT_S)
+        ended.get(PATIENCE_S)
     failed: OrderedQueue[int] = OrderedQueue(2)
     failed.put(0, 10)
     failed.fail(KeyError("now"))
     failed.finish(KeyError("later"))
     with pytest.raises(KeyError, match="now"):
-        failed.get(WAIT_S)
+        failed.get(PATIENCE_S)
     with pytest.raises(Closed):
         failed.put(1, 11)
     assert failed.close() == [10]
@@ -161,11 +159,11 @@ def test_threads_are_joined_within_one_deadline_for_all(monkeypatch: Monkey) -> 
                 now += timeout or 0.0
 
     monkeypatch.setattr(queues, "time", SimpleNamespace(monotonic=lambda: now))
-    threads = [Held(target=go.wait, args=(WAIT_S,)) for _ in range(20)]
+    threads = [Held(target=go.wait, args=(PATIENCE_S,)) for _ in range(20)]
     never = threading.Thread(target=go.wait)
     for thread in threads:
         thread.start()
     assert join([*threads, never, threading.current_thread()], 0.2) == threads
     assert now == 0.2
     go.set()
-    assert join(threads, WAIT_S) == []
+    assert join(threads, PATIENCE_S) == []

@@ -26,9 +26,8 @@ from persia.errors import (
 )
 from tests.support.fixtures import Log, Monkey
 from tests.support.streams import Background
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 
-WAIT_S = 20.0
 ORDERS = pytest.mark.parametrize("in_order", [False, True])
 LOST = UnknownRef("no ref 3")
 Opened = tuple[int, int]  # data-loader and incarnation
@@ -40,7 +39,7 @@ def no_farewell(monkeypatch: Monkey) -> None:
 
 
 def make_receiver(
-    rank: int = 0, world_size: int = 1, capacity: int = 4, patience_s: float = WAIT_S
+    rank: int = 0, world_size: int = 1, capacity: int = 4, patience_s: float = PATIENCE_S
 ) -> BatchReceiver:
     return BatchReceiver(rank, world_size, capacity, patience_s)
 
@@ -244,19 +243,19 @@ def test_a_poll_without_news_returns(monkeypatch: Monkey) -> None:
 
 def test_a_poll_is_answered_within_the_time_of_its_caller(monkeypatch: Monkey) -> None:
     """Or a data-loader with a short PERSIA_RPC_TIMEOUT takes a rank without news for gone."""
-    monkeypatch.setattr(receiver_module, "POLL_S", 1000 * WAIT_S)
+    monkeypatch.setattr(receiver_module, "POLL_S", 1000 * PATIENCE_S)
     receiver, (stream,) = fed()
     waits: list[float] = []
     news = receiver._streams.order.streams[0].news
     monkeypatch.setattr(news, "wait_for", lambda _, seconds: waits.append(seconds))
-    with within(WAIT_S):
+    with within(PATIENCE_S):
         receiver.poll(stream, 0)
     (wait_s,) = waits
-    assert 0 < wait_s <= 0.75 * WAIT_S
+    assert 0 < wait_s <= 0.75 * PATIENCE_S
 
 
 def test_a_batch_wakes_its_own_loader_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "POLL_S", WAIT_S)
+    monkeypatch.setattr(receiver_module, "POLL_S", PATIENCE_S)
     receiver, streams = fed(num_loaders=4, capacity=8)
     polled: list[int] = []
     have_looked = threading.Event()
@@ -275,7 +274,7 @@ def test_a_batch_wakes_its_own_loader_and_no_other(monkeypatch: pytest.MonkeyPat
 
         news.wait_for = counted  # type: ignore[method-assign,assignment]
     polls = [Background(partial(receiver.poll, stream, 0)) for stream in streams[1:]]
-    assert have_looked.wait(WAIT_S)
+    assert have_looked.wait(PATIENCE_S)
     for batch_id in range(0, 400, 4):
         deliver(receiver, streams, batch_id)
         Taken(receiver, in_order=False).end()
@@ -517,7 +516,7 @@ def test_closing_wakes_every_thread_that_waits() -> None:
 
 def test_polls_of_passes_long_over_end(monkeypatch: Monkey) -> None:
     """Leaving the context waits for them; their data-loaders may be gone."""
-    monkeypatch.setattr(receiver_module, "POLL_S", 1000 * WAIT_S)
+    monkeypatch.setattr(receiver_module, "POLL_S", 1000 * PATIENCE_S)
     receiver = make_receiver()
     polls = []
     for incarnation in range(3):
@@ -534,7 +533,7 @@ def test_polls_of_passes_long_over_end(monkeypatch: Monkey) -> None:
 
 
 def test_a_failed_loader_is_an_error_after_its_batches(monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(receiver_module, "FAREWELL_S", 1000 * WAIT_S)
+    monkeypatch.setattr(receiver_module, "FAREWELL_S", 1000 * PATIENCE_S)
     receiver, (stream,) = fed(0)
     receiver.end_stream(stream, 1, "Traceback: no such file", 0)
     assert take(receiver) == [0]
@@ -544,7 +543,7 @@ def test_a_failed_loader_is_an_error_after_its_batches(monkeypatch: Monkey) -> N
 
 
 def test_the_poll_of_a_process_that_was_restarted_ends(monkeypatch: Monkey) -> None:
-    monkeypatch.setattr(receiver_module, "POLL_S", 1000 * WAIT_S)
+    monkeypatch.setattr(receiver_module, "POLL_S", 1000 * PATIENCE_S)
     receiver, (stream,) = fed()
     news = receiver._streams.order.streams[0].news
     wait_for, is_waiting = news.wait_for, threading.Event()
@@ -555,7 +554,7 @@ def test_the_poll_of_a_process_that_was_restarted_ends(monkeypatch: Monkey) -> N
 
     news.wait_for = wait  # type: ignore[method-assign,assignment]
     polling = Background(partial(receiver.poll, stream, 0))
-    assert is_waiting.wait(WAIT_S)
+    assert is_waiting.wait(PATIENCE_S)
     reopened(receiver)
     polling.result()
 
@@ -576,7 +575,7 @@ def test_closing_waits_until_data_loaders_know(monkeypatch: Monkey, waits_for: s
             receiver.poll(stream, receiver.poll(stream, -1).version - 1)
             monkeypatch.setattr(receiver_module, "POLL_S", 0.0)
             receiver.poll(stream, receiver.poll(stream, -1).version)
-    monkeypatch.setattr(receiver_module, "FAREWELL_S", 1000 * WAIT_S)
+    monkeypatch.setattr(receiver_module, "FAREWELL_S", 1000 * PATIENCE_S)
     asked: list[Opened] = []
 
     def close() -> bool:
@@ -593,7 +592,7 @@ def test_closing_waits_until_data_loaders_know(monkeypatch: Monkey, waits_for: s
 
 def test_closing_ends_the_wait_for_what_is_dropped() -> None:
     receiver, _ = fed(0)
-    dropping = Background(partial(receiver.drop_rest, lambda: None, 1000 * WAIT_S))
+    dropping = Background(partial(receiver.drop_rest, lambda: None, 1000 * PATIENCE_S))
     receiver.close()
     assert dropping.result()
 
@@ -616,7 +615,7 @@ def test_the_first_of_two_failures_is_raised() -> None:
 
 def test_streams_behind_a_run_that_continued_begin_at_0() -> None:
     receiver = BatchReceiver(
-        0, 1, 4, WAIT_S, resumed=to_position("stream", 1, {0: Watermark(2)})
+        0, 1, 4, PATIENCE_S, resumed=to_position("stream", 1, {0: Watermark(2)})
     )
     receiver.begin_pass()
     receiver.end_stream(opened(receiver), 2, "", 0)
@@ -688,7 +687,7 @@ def test_one_that_has_not_connected_is_where_the_run_before_left_it(epoch: int) 
     before = to_position(
         "stream", 2, {0: Watermark(8, 2), 1: Watermark(9, 2, {13})}, epoch, {"0": 2, "1": 3}
     )
-    receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=before)
+    receiver = BatchReceiver(0, 1, 4, PATIENCE_S, resumed=before)
     receiver.begin_pass()
     deliver(receiver, [opened(receiver, 0, 2)] * 2, 8, epoch=epoch)
     stream, _ = receiver.take(False, lambda: False)
@@ -699,7 +698,7 @@ def test_one_that_has_not_connected_is_where_the_run_before_left_it(epoch: int) 
 def test_a_failure_before_the_pass_begins_is_raised_in_it() -> None:
     """A data-loader may connect between ``iter(loader)`` and the first batch."""
     before = to_position("stream", 2, {0: Watermark(8, 2), 1: Watermark(9, 2)})
-    receiver = BatchReceiver(0, 1, 4, WAIT_S, resumed=before)
+    receiver = BatchReceiver(0, 1, 4, PATIENCE_S, resumed=before)
     with pytest.raises(ConfigError, match="made with 2 data-loaders, now there are 1"):
         opened(receiver)
     receiver.begin_pass()
@@ -797,7 +796,7 @@ def test_what_other_ranks_have_no_match_for_is_of_one_epoch() -> None:
     receiver, streams = fed(0, 1, num_loaders=2, capacity=12)
     deliver(receiver, streams, 2, epoch=1)
     dropped: list[int] = []
-    dropping = Background(partial(receiver.drop_rest, lambda: dropped.append(1), WAIT_S))
+    dropping = Background(partial(receiver.drop_rest, lambda: dropped.append(1), PATIENCE_S))
     until(lambda: len(dropped) == 2)
     deliver(receiver, streams, 3)
     deliver(receiver, streams, 5, epoch=1)
@@ -822,7 +821,7 @@ def test_one_that_joins_late_has_no_part_in_what_is_dropped() -> None:
     streams = [opened(receiver, 0, 2)]
     receiver.deliver(streams[0], batch(0))
     dropped: list[int] = []
-    dropping = Background(partial(receiver.drop_rest, lambda: dropped.append(1), WAIT_S))
+    dropping = Background(partial(receiver.drop_rest, lambda: dropped.append(1), PATIENCE_S))
     until(lambda: len(dropped) == 1)
     streams.append(opened(receiver, 1, 2))
     deliver(receiver, streams, 1, 3)

@@ -25,16 +25,14 @@ from tests.faults.batches import occurrences
 from tests.faults.job import make_ctx, step, trained
 from tests.support.fixtures import Log, Monkey
 from tests.support.streams import Background
-from tests.support.waiting import until
-
-WAIT_S = 20.0
+from tests.support.waiting import PATIENCE_S, until
 
 
 def test_a_pass_that_is_closed_waits_for_no_rest(
     tmp_path: Path, monkeypatch: Monkey, caplog: Log
 ) -> None:
     batch = StreamedBatch(0, 1, True, RemoteRef(0, 5), (), (), None)
-    monkeypatch.setattr(stream_source, "DROP_S", 1000 * WAIT_S)
+    monkeypatch.setattr(stream_source, "DROP_S", 1000 * PATIENCE_S)
     served = Stream(0, 1, 4, f"ipc://{tmp_path}/nn")
     try:
         source = StreamSource(served, DeviceTransfer(torch.device("cpu")), False)

@@ -41,7 +41,7 @@ from persia.errors import (
     ServiceUnavailable,
 )
 from tests.rpc.proxies import TcpProxy
-from tests.rpc.support import PATIENCE_S, Wire
+from tests.rpc.support import Wire
 from tests.support.fixtures import Log, Monkey
 from tests.support.services import (
     ADAM,
@@ -56,7 +56,7 @@ from tests.support.services import (
     value,
 )
 from tests.support.streams import Background
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, until
 from tests.worker.cluster import Faulty, Slow
 
 NUM_SERVERS = 2

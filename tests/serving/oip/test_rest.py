@@ -281,17 +281,16 @@ def test_a_stop_finishes_what_is_in_flight(
     repository: FakeRepository, monkeypatch: Monkey
 ) -> None:
     started, go_on, looked = threading.Event(), threading.Event(), threading.Event()
-    sleep = asyncio.sleep
+    pause = asyncio.sleep
 
-    async def sleep_or_be_looked_at(seconds: float) -> None:
+    async def pause_or_wait(seconds: float) -> None:
         """Let the delay end when the test has looked, be that soon or late."""
-        if seconds != delay_s:
-            await sleep(seconds)
-            return
-        while not looked.is_set():
-            await sleep(0.005)
+        if seconds == delay_s:
+            assert await asyncio.to_thread(looked.wait, PATIENCE_S)
+        else:
+            await pause(seconds)
 
-    monkeypatch.setattr(asyncio, "sleep", sleep_or_be_looked_at)
+    monkeypatch.setattr(asyncio, "sleep", pause_or_wait)
 
     def wait(inputs: Any) -> None:
         started.set()
