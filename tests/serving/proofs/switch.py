@@ -135,10 +135,9 @@ class Recorded:
     def _move(self, path: Path, *, back: bool) -> None:
         aside = self._aside / path.name
         self._aside.mkdir(exist_ok=True)
-        if back:
-            aside.rename(path)
-        else:
-            path.rename(aside)
+        before, after = (aside, path) if back else (path, aside)
+        if before.exists():  # a packet without rows has no folder
+            before.rename(after)
 
     def publish_packet(self, number: int) -> None:
         packet = self.packets[number]
