@@ -18,6 +18,7 @@ import json
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -54,25 +55,33 @@ def _num_rows(manifest: Path) -> int:
 
 
 class _Steps:
-    """Makes steps of the training, each after the packet that has the one before.
+    """Makes steps of the training in a thread, each after the packet that has the one before.
 
     Packets are cut by time, which may be in the midst of a step's updates: its rows are then of
     two steps, and so is what is served of them.
     """
 
-    def __init__(self, trainer: Trainer, logs: Path, rows: int) -> None:
-        self._trainer, self._rows, self._made = trainer, rows, 1
+    def __init__(self, trainer: Trainer, logs: Path, rows: int, count: int) -> None:
+        self._trainer, self._rows, self._count = trainer, rows, count
         log = open_log(str(logs)).log
         assert log is not None
         self._log: ChangeLog = log
+        self._made = 1
+        self._pool = ThreadPoolExecutor(1)
+        self._all = self._pool.submit(self._make)
 
-    def make(self, count: int) -> None:
-        """Make steps until there were that many."""
-        while self._made < count:
-            self._made += 1
+    def wait_for(self, count: int) -> None:
+        """Wait until there were that many, and their packets."""
+        until(lambda: self._made > count or self._all.done(), 10.0 * self._count)
+        if self._all.done():
+            self._all.result()
+
+    def _make(self) -> None:
+        while self._made < self._count:
             self._trainer.tell("step")
-            self._trainer.wait_for("step", self._made)
+            self._trainer.wait_for("step", self._made + 1)
             until(self._has_come)
+            self._made += 1
 
     def _has_come(self) -> bool:
         """Look for the packet of the last step; an error if it was cut within one."""
@@ -82,9 +91,14 @@ class _Steps:
             if parts:  # a version waits for a packet, which may have nothing
                 steps = np.unique(np.concatenate([one.values[:, :DIM] for one in parts]))
                 size = sum(len(one.signs) for one in parts)
-                assert (size, steps.tolist()) == (self._rows, [self._made]), "cut within a step"
+                found = size, steps.tolist()
+                assert found == (self._rows, [self._made + 1]), "cut within a step"
                 return True
         return False
+
+    def close(self) -> None:
+        self._count = 0
+        self._pool.shutdown()
 
 
 class Recorded:
@@ -122,13 +136,15 @@ class Recorded:
             trainer.wait_for("step")
             trainer.tell("publish")
             wait_for_version(folder, 1)
-            steps = _Steps(trainer, self._logs, rows)
-            for number in range(SWITCHES):
-                share = (DELTAS + SWITCHED * (number + 0.5) / SWITCHES) / (DELTAS + SWITCHED)
-                steps.make(1 + int(packets * share))
-                trainer.tell("publish")
-                wait_for_version(folder, number + 2)
-            steps.make(1 + packets)
+            with closing(_Steps(trainer, self._logs, rows, 1 + packets)) as steps:
+                for number in range(SWITCHES):
+                    share = (DELTAS + SWITCHED * (number + 0.5) / SWITCHES) / (
+                        DELTAS + SWITCHED
+                    )
+                    steps.wait_for(int(packets * share))
+                    trainer.tell("publish")
+                    wait_for_version(folder, number + 2)
+                steps.wait_for(packets)
         finally:
             trainer.stop()
 
