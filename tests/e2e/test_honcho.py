@@ -19,21 +19,30 @@ from tests.support.waiting import PATIENCE_S
 
 
 def honcho(job: Job, trainer: str) -> subprocess.CompletedProcess[str]:
-    """Run a job of the four roles from a Procfile."""
+    """Run a job of the four roles from a Procfile, whose data-loader's script ends first."""
     # Others stay for longer behind the trainer's end, which honcho shall see first; it kills
     # them after 5 s.
-    stay = "scripts.GRACE_S = process.GRACE_S = 2.5; cli()"
-    launch = shlex.join([sys.executable, "-c", PATIENT.replace("cli()", stay)])
+    stay = PATIENT.replace("cli()", "scripts.GRACE_S = process.GRACE_S = 2.5; cli()")
+    # A launcher makes an endpoint in place of its script's, once it knows that this has ended.
+    ended = f"__import__('pathlib').Path({str(job.place / 'ended')!r})"
+    noting = (
+        f"make = scripts.Endpoint; scripts.Endpoint = lambda *of: {ended}.touch() or make(*of)"
+    )
+    waiting = f"from tests.support.waiting import until\nuntil({ended}.exists)\n"
     roles = {
         "data_loader": ["data-loader", job.script("load.py", "print('sent')")],
-        "nn_worker": ["nn-worker", job.script("train.py", trainer)],
+        "nn_worker": ["nn-worker", job.script("train.py", waiting + trainer)],
         "embedding_worker": ["embedding-worker"],
         "embedding_parameter_server": ["embedding-parameter-server"],
     }
-    lines = [f"{name}: exec {launch} {shlex.join(words)}\n" for name, words in roles.items()]
+    lines = []
+    for name, words in roles.items():
+        code = stay if name != "data_loader" else stay.replace("cli()", f"{noting}; cli()")
+        command = shlex.join([sys.executable, "-c", code, *words])
+        lines.append(f"{name}: exec {command}\n")
     (job.place / "Procfile").write_text("".join(lines))
-    words = ("-m", "honcho", "start", "--no-colour")
-    return run(*words, cwd=job.place, env=job.environment, timeout_s=PATIENCE_S)
+    honcho = ("-m", "honcho", "start", "--no-colour")
+    return run(*honcho, cwd=job.place, env=job.environment, timeout_s=PATIENCE_S)
 
 
 def test_a_job_ends_by_itself_with_status_0(job: Job) -> None:
